@@ -1,0 +1,348 @@
+"""The configuration: one YAML file, one strict model per concern.
+
+`load_config` is the only way in from a file and `dump_yaml` the only way out; a dumped configuration loads to
+an equal one. Every value is checked here once, so that no other module asks whether a number is positive.
+What depends on the live ranks (more ranks than units, a degree under `min_degree`) belongs to the plan, what
+depends on a file's content to the data. An error is one line: key path, value found, what was expected, and
+for an unknown key the nearest known one.
+
+Types are strict (no "8" for 8, no 1 for true), except that an integer may stand for a float. YAML 1.1 reads
+`3e-4` as a string; the loader here reads it as the number that it is, and refuses a key given twice.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ntp import yaml_text
+from ntp.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+MultipleOf16 = Annotated[int, Field(ge=16, multiple_of=16)]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, strict types, unknown keys refused."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class RopeScaling(Section):
+    """Llama 3's frequency scaling of the rotary embedding."""
+
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
+    original_max_position_embeddings: Positive
+
+    @model_validator(mode="after")
+    def _bands_are_ordered(self) -> Self:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must exceed low_freq_factor={self.low_freq_factor}"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """Shape of a Llama 3 or Qwen3 decoder, and the width of its indivisible units."""
+
+    hidden_size: MultipleOf16
+    intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive  # default: num_attention_heads
+    head_dim: MultipleOf16  # default: hidden_size / num_attention_heads
+    vocab_size: Positive
+    rope_theta: PositiveFloat = 500000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: PositiveFloat = 1e-5
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tie_word_embeddings: bool = False
+    initializer_range: PositiveFloat = 0.02
+    ffn_unit: MultipleOf16 = 128  # columns of one FFN unit
+    vocab_unit: MultipleOf16 = 128  # rows of one vocabulary unit
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_heads(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = cast("dict[str, Any]", data)
+        filled = {key: value for key, value in given.items() if key not in _DERIVED or value is not None}
+        heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
+        if type(heads) is int and heads > 0:
+            filled.setdefault("num_key_value_heads", heads)
+            if type(hidden) is int and "head_dim" not in filled:
+                if hidden % heads:
+                    raise ValueError(
+                        f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; set head_dim"
+                    )
+                filled["head_dim"] = hidden // heads
+        return filled
+
+    @model_validator(mode="after")
+    def _heads_form_groups(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        return self
+
+
+_DERIVED = ("num_key_value_heads", "head_dim")
+
+
+class DataPath(Section):
+    """One source; `weight` is its share of the sequences, relative to the other sources."""
+
+    path: Annotated[str, Field(min_length=1)]
+    weight: PositiveFloat = 1.0
+
+
+class DataConfig(Section):
+    """Where text comes from. A path wins over `source`; a plain string means one path of weight 1."""
+
+    source: Literal["stdlib"] | None = "stdlib"
+    path: tuple[DataPath, ...] | None = None
+    tokenizer: Annotated[str, Field(min_length=1)] = "byte"  # "byte" or the path of a tokenizer.json
+    held_out: Fraction = 0.0  # share of the documents
+    eval_sequences: Positive = 8
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _spell_out_paths(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return ({"path": value},)
+        if isinstance(value, list):
+            items = cast("list[Any]", value)
+            return tuple({"path": item} if isinstance(item, str) else item for item in items)
+        return value
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Self:
+        if self.source is None and not self.path:
+            raise ValueError("source=null and no path; give data.path or data.source: stdlib")
+        if self.path == ():
+            raise ValueError("path=[] names no source")
+        return self
+
+
+class ParallelConfig(Section):
+    """The base mesh: dp x tp ranks (TP fastest), then the standbys."""
+
+    dp: Positive = 1
+    tp: Positive = 1
+    policy: Literal["free", "uniform"] = "free"
+    standbys: Count = 0
+    min_degree: Positive = 1
+    overlap_exchange: bool = True  # exchange gradients behind the backward pass
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the base mesh and its standbys, failed ones included."""
+        return self.dp * self.tp + self.standbys
+
+    @model_validator(mode="after")
+    def _degree_is_reachable(self) -> Self:
+        if self.min_degree > self.tp:
+            raise ValueError(f"min_degree={self.min_degree} exceeds tp={self.tp}")
+        return self
+
+
+class ScheduleConfig(Section):
+    """Learning rate over steps: linear warm-up, then cosine, warm-up-stable-decay, or constant."""
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: Count = 0
+    decay_steps: Count = 0  # length of the last phase of wsd
+    min_lr_ratio: Ratio = 0.1  # final over peak learning rate
+
+    @model_validator(mode="after")
+    def _decay_fits_the_kind(self) -> Self:
+        if (self.kind == "wsd") != (self.decay_steps > 0):
+            raise ValueError(
+                f"decay_steps={self.decay_steps} with kind={self.kind}; it is for wsd and must be positive"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW on float32 masters."""
+
+    lr: PositiveFloat = 3e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    max_grad_norm: Annotated[float, Field(ge=0)] | None = 1.0  # null (or 0) = no clipping
+    schedule: ScheduleConfig = ScheduleConfig()
+
+    @field_validator("max_grad_norm")
+    @classmethod
+    def _zero_is_off(cls, value: float | None) -> float | None:
+        return value or None
+
+
+class TrainConfig(Section):
+    """The run: its length, its batch and its arithmetic. Batch sizes count sequences."""
+
+    steps: Positive
+    seq_len: Positive
+    global_batch: Positive
+    micro_batch: Positive = 1
+    grad_group: Positive = 1  # microbatches folded left to right into one leaf of the gradient tree
+    seed: Count = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    eval_every: Count = 0  # steps between evaluations; 0 = never
+    timeout_s: PositiveFloat = 600.0  # of one collective
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of one step, over all replicas."""
+        return self.global_batch // self.micro_batch
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch}"
+            )
+        return self
+
+
+class LogConfig(Section):
+    """What the terminal shows; the run directory always gets every step."""
+
+    every: Positive = 1
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Config(Section):
+    """Everything that decides a run."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        schedule, steps = self.optimizer.schedule, self.train.steps
+        if schedule.warmup_steps + schedule.decay_steps > steps:
+            raise ValueError(
+                f"optimizer.schedule: warmup_steps={schedule.warmup_steps} and "
+                f"decay_steps={schedule.decay_steps} exceed train.steps={steps}"
+            )
+        if self.train.eval_every and not self.data.held_out:
+            raise ValueError(f"train.eval_every={self.train.eval_every} needs data.held_out > 0, found 0.0")
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads the YAML file at `path`, applies `a.b=c` overrides (values are YAML; the last one wins), checks.
+
+    Raises ConfigError (one line) for a file that is missing or not YAML, and for whatever the models refuse.
+    """
+    tree = yaml_text.load_mapping(path)
+    for override in overrides:
+        _apply(tree, override)
+    return parse_config(yaml_text.to_json(tree))
+
+
+def parse_config(json_text: str) -> Config:
+    """Checks a configuration given as JSON text. Raises ConfigError."""
+    try:
+        return Config.model_validate_json(json_text)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def dump_yaml(config: Config) -> str:
+    """The resolved configuration, defaults included, as YAML that `load_config` reads back unchanged."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Sets one dotted key of `tree` in place, making the mappings on its way."""
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override!r}: expected key.path=value")
+    node = tree
+    for depth, key in enumerate(keys[:-1], start=1):
+        if node.get(key) is None:
+            node[key] = {}
+        if not isinstance(node[key], dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(keys[:depth])} is {node[key]!r}, not a section")
+        node = cast("dict[str, Any]", node[key])
+    node[keys[-1]] = yaml_text.load_value(text, f"--set {override!r}")
+
+
+def _explain(error: ValidationError) -> str:
+    """One line for the first error: key path, expectation, value; and how many more there are."""
+    details = error.errors(include_url=False)
+    # An unknown key is most often the cause of a missing one: report it first.
+    first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
+    path = ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        names = [str(part) for part in first["loc"] if isinstance(part, str)]
+        return (
+            f"unknown key {path}={_short(first['input'])}; the nearest known key is {_nearest(names)}{more}"
+        )
+    if first["type"] == "missing":
+        return f"{path}: missing, and it has no default{more}"
+    if first["type"] == "value_error":
+        return f"{path + ': ' if path else ''}{first['ctx']['error']}{more}"  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    wanted = first["msg"].replace("Input should be", "expected")
+    wanted = "expected a section (a mapping)" if first["type"] == "model_type" else wanted
+    return f"{path}: {wanted}, found {_short(first['input'])}{more}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _nearest(names: list[str]) -> str:
+    """The known key closest to an unknown one: the same name elsewhere, then its section, then anywhere."""
+    known = list(_known_keys(Config))
+    parent, leaf = ".".join(names[:-1]), names[-1]
+    same_name = [key for key in known if key.rpartition(".")[2] == leaf]
+    if same_name:
+        return same_name[0]
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    close = difflib.get_close_matches(leaf, siblings, n=1)
+    if close:
+        return siblings[close[0]]
+    by_leaf = {key.rpartition(".")[2]: key for key in known}
+    return by_leaf[difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.0)[0]]
+
+
+def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key below `section`, sections themselves included."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for inner in _sections_in(field.annotation):
+            yield from _known_keys(inner, f"{prefix}{name}.")
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections_in(part)
