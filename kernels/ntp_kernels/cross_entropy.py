@@ -1,0 +1,172 @@
+"""Vocabulary-parallel cross entropy: local passes only, between which the caller combines ranks.
+
+Legend: M tokens, U local vocabulary units of V columns; column c of unit u is token id `(first_unit + u) * V + c`,
+padded from `vocab_size` on. The logits are the bf16 output [M, U, V] of the head GEMM: they are read once for the
+statistics and once, with one write, for the gradient. fp32 copies of logits exist only in registers.
+
+1. `ce_statistics` reads the logits: largest logit per row, and per row and unit the unit's own largest logit and
+   `sum exp(logit - largest)`. The caller combines the row maxima over ranks by MAX (exact).
+2. `ce_sums` scales every unit's sum to the row maximum, rounds it to the grid 2^-40 and adds units as int64, so that
+   units add up to the same integer under any cut. The caller adds ranks as integers and forms
+   `lse = row_max + log(sum * 2^-40)`; the loss is `lse - target logit`.
+3. `ce_backward` is elementwise.
+
+A unit's statistics are one program's work in one order set by V, so they depend on that unit of that row alone.
+A NaN or +Inf among a row's logits makes its row maximum +Inf and its sums 0: the row's lse is NaN for every rank.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+GRID_BITS = 40
+"""Sums of exponentials are integers in units of 2^-GRID_BITS; 2^17 columns of at most 1 stay below 2^58."""
+
+IGNORED = -100
+"""Target of a token without a loss."""
+
+_CHUNK = 4096
+_TILE = 4096
+
+
+def ce_max(logits: torch.Tensor, first_unit: int, vocab_size: int) -> torch.Tensor:
+    """Return the largest logit f32 [M] of the shard's real columns: +Inf for a row with NaN, -Inf without columns."""
+    return ce_statistics(logits, first_unit, vocab_size)[0]
+
+
+def ce_statistics(
+    logits: torch.Tensor, first_unit: int, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row maximum f32 [M] as `ce_max` and the unit statistics f32 [M, U, 2] that `ce_sums` accepts.
+
+    Order of a unit's sum: chunks of at most 4096 columns left to right; lane j of a chunk is added to lane j of the
+    running sums (rescaled when the maximum grows), then one fixed tree over the lanes.
+    """
+    tokens, units, width = logits.shape
+    assert logits.is_contiguous()
+    row_max = logits.new_empty(tokens, dtype=torch.float32)
+    statistics = logits.new_empty(tokens, units, 2, dtype=torch.float32)
+    chunk = min(triton.next_power_of_2(width), _CHUNK)
+    _statistics_kernel[(tokens,)](
+        logits, row_max, statistics, units, vocab_size - first_unit * width,
+        V=width, CHUNK=chunk, num_warps=max(1, chunk // 1024),
+    )  # fmt: skip
+    return row_max, statistics
+
+
+def ce_sums(
+    logits: torch.Tensor,
+    row_max: torch.Tensor,
+    targets: torch.Tensor,
+    first_unit: int,
+    vocab_size: int,
+    statistics: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `sum exp(logit - row_max)` as i64 [M] in units of 2^-40, and the target logit's f32 bits i32 [M].
+
+    `row_max` f32 [M] is the maximum over all ranks, `targets` i64 [M] are token ids or -100. The bits are 0 where the
+    target is not in this shard. Without `statistics` (from `ce_statistics`) the logits are read again, same bits.
+    Each unit's f32 sum is multiplied by `exp(unit maximum - row_max)`, rounded half up to the grid, and added as int64.
+    """
+    tokens, units, width = logits.shape
+    if statistics is None:
+        statistics = ce_statistics(logits, first_unit, vocab_size)[1]
+    sums = logits.new_empty(tokens, dtype=torch.int64)
+    bits = logits.new_empty(tokens, dtype=torch.int32)
+    _sums_kernel[(tokens,)](
+        logits, statistics, row_max, targets, sums, bits, units, first_unit * width, vocab_size,
+        V=width, UNITS=triton.next_power_of_2(units), GRID=float(2**GRID_BITS), num_warps=1,
+    )  # fmt: skip
+    return sums, bits
+
+
+def ce_backward(
+    logits: torch.Tensor,
+    lse: torch.Tensor,
+    targets: torch.Tensor,
+    first_unit: int,
+    vocab_size: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the gradient [M, U, V] of the sum of token losses: `exp(logit - lse) - onehot(target)`.
+
+    `lse` f32 [M] over the whole vocabulary. Padded columns and rows whose target is -100 are exactly 0.
+    `out` may be `logits` itself. Elementwise in fp32, one rounding.
+    """
+    tokens, units, width = logits.shape
+    assert logits.is_contiguous()
+    out = torch.empty_like(logits) if out is None else out
+    assert out.shape == logits.shape and out.is_contiguous()
+    columns = units * width
+    _backward_kernel[(tokens, triton.cdiv(columns, _TILE))](
+        logits, lse, targets, out, columns, first_unit * width, vocab_size,
+        SKIP=IGNORED, TILE=_TILE, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["units", "limit"])
+def _statistics_kernel(
+    logits_ptr, row_max_ptr, statistics_ptr, units, limit, V: tl.constexpr, CHUNK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, CHUNK)
+    row_max = float("-inf")
+    for unit in range(units):
+        base = logits_ptr + (row * units + unit) * V
+        top = float("-inf")
+        sums = tl.zeros([CHUNK], tl.float32)
+        for first in range(0, V, CHUNK):
+            column = first + lane
+            inside = (column < V) & (unit * V + column < limit)
+            x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
+            x = tl.where(x == x, x, float("inf"))
+            new_top = tl.maximum(top, tl.max(x, axis=0))
+            # Without a real column so far the maximum is -Inf: subtract 0, the exponentials are 0 anyway.
+            origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+            sums = sums * tl.exp(top - origin) + tl.exp(x - origin)
+            top = new_top
+        target = statistics_ptr + (row * units + unit) * 2
+        tl.store(target, top)
+        tl.store(target + 1, tl.sum(sums, axis=0))
+        row_max = tl.maximum(row_max, top)
+    tl.store(row_max_ptr + row, row_max)
+
+
+@triton.jit(do_not_specialize=["units", "first_column", "vocab_size"])
+def _sums_kernel(
+    logits_ptr, statistics_ptr, row_max_ptr, targets_ptr, sums_ptr, bits_ptr, units, first_column, vocab_size,
+    V: tl.constexpr, UNITS: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    unit = tl.arange(0, UNITS)
+    statistics = statistics_ptr + (row * units + unit) * 2
+    row_max = tl.load(row_max_ptr + row)
+    top = tl.load(statistics, mask=unit < units, other=float("-inf"))
+    part = tl.load(statistics + 1, mask=unit < units, other=0.0)
+    usable = (row_max < float("inf")) & (top > float("-inf"))
+    scaled = tl.where(usable, part * tl.exp(tl.where(usable, top - row_max, 0.0)), 0.0)
+    whole = tl.floor(scaled.to(tl.float64) * GRID + 0.5).to(tl.int64)
+    tl.store(sums_ptr + row, tl.sum(whole, axis=0))
+    column = tl.load(targets_ptr + row) - first_column
+    owned = (column >= 0) & (column < units * V) & (column + first_column < vocab_size)
+    logit = tl.load(logits_ptr + row * units * V + column, mask=owned, other=0.0).to(tl.float32)
+    tl.store(bits_ptr + row, tl.where(owned, logit.to(tl.int32, bitcast=True), 0))
+
+
+@triton.jit(do_not_specialize=["columns", "first_column", "vocab_size"])
+def _backward_kernel(
+    logits_ptr, lse_ptr, targets_ptr, out_ptr, columns, first_column, vocab_size,
+    SKIP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    # The row length is a multiple of 16 (units are), which keeps the accesses 16 bytes wide.
+    start = tl.multiple_of(row * columns, 16)
+    lse = tl.load(lse_ptr + row)
+    target = tl.load(targets_ptr + row)
+    x = tl.load(logits_ptr + start + column, mask=column < columns, other=0.0).to(tl.float32)
+    gradient = tl.exp(x - lse) - tl.where(column + first_column == target, 1.0, 0.0)
+    live = (column + first_column < vocab_size) & (target != SKIP)
+    gradient = tl.where(live, gradient, 0.0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + start + column, gradient, mask=column < columns)

@@ -1,0 +1,158 @@
+"""The few collectives that the trainer needs, behind one interface.
+
+A float is never added across ranks: `all_reduce` sums integers only, so no result depends on an algorithm, a
+ring order or a channel count. Implementations: `TorchGroup` over a torch.distributed process group here,
+simulated ranks (threads) in `ntp.testing`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ntp.plan import Plan
+
+ReduceOp = Literal["sum", "max"]
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Block until the output may be read."""
+        ...
+
+
+class Group(ABC):
+    """Ranks that communicate; `ranks` are process ranks, `rank` is this process's place among them."""
+
+    def __init__(self, ranks: Sequence[int], rank: int):
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
+        """Combine `tensor` over the group in place; a sum takes integers only."""
+        assert op == "max" or not tensor.is_floating_point(), "a floating-point sum depends on its order"
+        if self.size > 1:
+            self._all_reduce(tensor, op)
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Concatenate over the group along dim 0; rank `i` brings `sizes[i]` rows."""
+        assert tensor.shape[0] == sizes[self.rank], (tensor.shape, sizes)
+        return tensor if self.size == 1 else self._all_gather(tensor, sizes)
+
+    def all_to_all(
+        self, output: Tensor, source: Tensor, output_splits: Sequence[int], source_splits: Sequence[int]
+    ) -> Handle:
+        """Start sending `source_splits[i]` elements to rank `i` and receiving `output_splits[i]` from it.
+
+        Both tensors are 1-D and stay untouched by the caller until `wait` returns.
+        """
+        if self.size > 1:
+            return self._all_to_all(output, source, output_splits, source_splits)
+        output.copy_(source)
+        return _Done()
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self, output: Tensor, source: Tensor, output_splits: Sequence[int], source_splits: Sequence[int]
+    ) -> Handle: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class Fabric(Protocol):
+    """Makes groups; every rank of the job calls `group` with the same lists in the same order."""
+
+    def group(self, ranks: Sequence[int]) -> Group | None:
+        """A group of these process ranks, or None where the caller is not among them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The groups of one worker under one plan.
+
+    Attributes:
+        workers: every rank that holds a shard.
+        tensor: the ranks of this worker's replica, by tensor-parallel position.
+        peers: the ranks at this worker's position in every replica that has that position.
+    """
+
+    rank: int
+    workers: Group
+    tensor: Group
+    peers: Group
+
+
+def build_mesh(plan: Plan, rank: int, fabric: Fabric) -> Mesh | None:
+    """Create the groups of `plan`; None for a standby. Collective over every live rank."""
+
+    def mine(lists: Sequence[Sequence[int]]) -> Group | None:
+        groups = [fabric.group(ranks) for ranks in lists]
+        return next((group for group in groups if group is not None), None)
+
+    workers = mine([plan.workers])
+    tensor = mine([replica.members for replica in plan.replicas])
+    degree = max(replica.degree for replica in plan.replicas)
+    columns = [[r.members[p] for r in plan.replicas if p < r.degree] for p in range(degree)]
+    peers = mine(columns)
+    if workers is None or tensor is None or peers is None:
+        return None
+    return Mesh(rank, workers, tensor, peers)
+
+
+class TorchGroup(Group):
+    """A torch.distributed process group."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, process_group: dist.ProcessGroup):
+        super().__init__(ranks, rank)
+        self._process_group = process_group
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(tensor, kind, group=self._process_group)
+
+    def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        pieces = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(pieces, padded, group=self._process_group)
+        return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
+
+    def _all_to_all(
+        self, output: Tensor, source: Tensor, output_splits: Sequence[int], source_splits: Sequence[int]
+    ) -> Handle:
+        work = dist.all_to_all_single(
+            output, source, list(output_splits), list(source_splits), group=self._process_group, async_op=True
+        )
+        assert work is not None
+        return work
+
+
+class TorchFabric:
+    """Groups of an initialised torch.distributed world whose rank `i` is process rank `world[i]`."""
+
+    def __init__(self, world: Sequence[int], rank: int):
+        self._index = {process: place for place, process in enumerate(world)}
+        self._rank = rank
+
+    def group(self, ranks: Sequence[int]) -> Group | None:
+        process_group = dist.new_group([self._index[rank] for rank in ranks], use_local_synchronization=False)
+        if self._rank not in ranks:
+            return None
+        return TorchGroup(ranks, list(ranks).index(self._rank), process_group)

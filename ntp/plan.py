@@ -1,0 +1,201 @@
+"""The plan: one pure value that says who owns which units and who computes which microbatches.
+
+`make_plan(config, failed)` is a function of its arguments alone, so that every process computes the same plan
+and nothing has to be agreed by message but the set of failed ranks. Process ranks are base-mesh ranks: replica
+`r`, position `p` is rank `r * tp + p`; standbys are the ranks from `dp * tp` up.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ntp.config import Config
+from ntp.errors import PlanError
+from ntp.parameters import unit_counts
+from ntp.schedule import assign_groups
+from ntp.units import OwnerTable, UnitKind, UnitRange, count_units, spread
+
+_EXTRAS_FIRST = {UnitKind.KV: True, UnitKind.FFN: False, UnitKind.VOCAB: False}
+"""Positions with one KV group more than others get the smaller feed-forward and vocabulary shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One data-parallel coordinate that still computes.
+
+    Attributes:
+        index: data-parallel coordinate in the base mesh.
+        members: process rank at each tensor-parallel position; its length is the degree.
+        owners: for each unit kind, the units of each position.
+        groups: gradient groups of a step that this replica computes.
+        microbatches: the microbatches in those groups.
+    """
+
+    index: int
+    members: tuple[int, ...]
+    owners: Mapping[UnitKind, tuple[UnitRange, ...]]
+    groups: range
+    microbatches: range
+
+    @property
+    def degree(self) -> int:
+        """Number of live tensor-parallel ranks."""
+        return len(self.members)
+
+    def owner_table(self, kind: UnitKind) -> OwnerTable:
+        """Process rank -> units of `kind`."""
+        return dict(zip(self.members, self.owners[kind], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that one generation of membership decides.
+
+    Attributes:
+        base_degree: the degree that the configuration asks for.
+        units: number of units of each kind.
+        groups: gradient groups in a step.
+        replicas: the replicas that compute, by coordinate.
+        dropped: coordinates that do not, each with the reason.
+        standbys: live ranks that hold no shard.
+        failed: ranks that do not exist.
+    """
+
+    generation: int
+    base_degree: int
+    units: Mapping[UnitKind, int]
+    groups: int
+    replicas: tuple[Replica, ...]
+    dropped: tuple[tuple[int, str], ...]
+    standbys: tuple[int, ...]
+    failed: tuple[int, ...]
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Process ranks that hold a shard, in mesh order."""
+        return tuple(rank for replica in self.replicas for rank in replica.members)
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Every process rank that is started, ascending."""
+        return tuple(sorted((*self.workers, *self.standbys)))
+
+    def replica_of(self, rank: int) -> Replica:
+        """The replica that `rank` works in; KeyError for a standby."""
+        for replica in self.replicas:
+            if rank in replica.members:
+                return replica
+        raise KeyError(rank)
+
+    def to_json(self) -> dict[str, object]:
+        """The plan as plain JSON values."""
+        return {
+            "generation": self.generation,
+            "base_degree": self.base_degree,
+            "units": {kind.value: count for kind, count in self.units.items()},
+            "groups": self.groups,
+            "replicas": [_replica_json(replica) for replica in self.replicas],
+            "dropped": [{"index": index, "reason": reason} for index, reason in self.dropped],
+            "standbys": list(self.standbys),
+            "failed": list(self.failed),
+        }
+
+
+def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0) -> Plan:
+    """Plan a job on the ranks that are left.
+
+    Args:
+        config: the whole configuration.
+        failed: process ranks that do not exist, standbys included.
+        generation: how often membership has changed since the start.
+
+    Raises:
+        PlanError: the model has fewer units of some kind than `parallel.tp`, or no replica is left.
+    """
+    units = unit_counts(config.model)
+    parallel = config.parallel
+    for kind, count in units.items():
+        if parallel.tp > count:
+            raise PlanError(
+                f"parallel.tp {parallel.tp} is more than the model's {count} {kind.value} units: lower it"
+            )
+    slots, idle = _fill(parallel.dp, parallel.tp, parallel.standbys, frozenset(failed))
+    kept, dropped, spilled = _keep(slots, parallel.min_degree, parallel.policy)
+    if not kept:
+        raise PlanError(f"no replica is left with failed ranks {sorted(failed)}: {_reasons(dropped)}")
+    microbatches = range(config.train.global_batch // config.train.micro_batch)
+    size = config.train.grad_group
+    groups = count_units(len(microbatches), size)
+    shares = assign_groups(groups, [len(members) for members in kept.values()])
+    replicas = tuple(
+        Replica(
+            index=index,
+            members=members,
+            owners={kind: spread(n, len(members), _EXTRAS_FIRST[kind]) for kind, n in units.items()},
+            groups=share,
+            microbatches=microbatches[share.start * size : share.stop * size],
+        )
+        for (index, members), share in zip(kept.items(), shares, strict=True)
+    )
+    return Plan(
+        generation=generation,
+        base_degree=parallel.tp,
+        units=units,
+        groups=groups,
+        replicas=replicas,
+        dropped=dropped,
+        standbys=tuple(sorted((*idle, *spilled))),
+        failed=tuple(sorted(failed)),
+    )
+
+
+def _fill(dp: int, tp: int, standbys: int, failed: frozenset[int]) -> tuple[list[list[int | None]], list[int]]:
+    """Live rank (or None) at every position, after standbys have taken over what they can.
+
+    A standby goes to the replica that misses most ranks, to its lowest missing position.
+    """
+    slots: list[list[int | None]] = [
+        [None if (rank := r * tp + p) in failed else rank for p in range(tp)] for r in range(dp)
+    ]
+    idle = [rank for rank in range(dp * tp, dp * tp + standbys) if rank not in failed]
+    while idle and any(None in replica for replica in slots):
+        neediest = max(slots, key=lambda replica: replica.count(None))
+        neediest[neediest.index(None)] = idle.pop(0)
+    return slots, idle
+
+
+def _keep(
+    slots: Sequence[Sequence[int | None]], min_degree: int, policy: str
+) -> tuple[dict[int, tuple[int, ...]], tuple[tuple[int, str], ...], list[int]]:
+    """Members of the replicas that go on, the dropped ones with reasons, and the ranks left over."""
+    kept: dict[int, tuple[int, ...]] = {}
+    dropped: list[tuple[int, str]] = []
+    spilled: list[int] = []
+    for index, replica in enumerate(slots):
+        members = tuple(rank for rank in replica if rank is not None)
+        if not members:
+            dropped.append((index, "no rank left"))
+        elif len(members) < min_degree:
+            dropped.append((index, f"degree {len(members)} is under parallel.min_degree {min_degree}"))
+            spilled += members
+        else:
+            kept[index] = members
+    if policy == "uniform" and kept:
+        degree = min(len(members) for members in kept.values())
+        spilled += [rank for members in kept.values() for rank in members[degree:]]
+        kept = {index: members[:degree] for index, members in kept.items()}
+    return kept, tuple(dropped), spilled
+
+
+def _reasons(dropped: tuple[tuple[int, str], ...]) -> str:
+    return "; ".join(f"replica {index}: {reason}" for index, reason in dropped)
+
+
+def _replica_json(replica: Replica) -> dict[str, object]:
+    return {
+        "index": replica.index,
+        "degree": replica.degree,
+        "members": list(replica.members),
+        "units": {k.value: [[r.start, r.stop] for r in ranges] for k, ranges in replica.owners.items()},
+        "groups": [replica.groups.start, replica.groups.stop],
+        "microbatches": [replica.microbatches.start, replica.microbatches.stop],
+    }

@@ -1,0 +1,113 @@
+"""Who computes which microbatches, and in which order their gradients are added.
+
+The order of addition is part of the numerics and does not depend on the mesh: `grad_group` consecutive
+microbatches are folded left to right into one group, and the groups of a step are summed in the fixed binary
+tree whose node `(level, index)` covers groups `[index << level, (index + 1) << level)`, cut off at the number
+of groups. A replica computes a contiguous range of groups, sums what the tree lets it sum, and hands over the
+nodes that cover its range; the optimizer owner completes the tree.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Node:
+    """A node of the summation tree; level 0 is a single group."""
+
+    level: int
+    index: int
+
+    @property
+    def sibling(self) -> "Node":
+        return Node(self.level, self.index ^ 1)
+
+    @property
+    def parent(self) -> "Node":
+        return Node(self.level + 1, self.index >> 1)
+
+    @property
+    def first_group(self) -> int:
+        return self.index << self.level
+
+
+def root_of(groups: int) -> Node:
+    """The node that covers all groups."""
+    return Node((groups - 1).bit_length(), 0)
+
+
+def assign_groups(groups: int, speeds: Sequence[int]) -> tuple[range, ...]:
+    """Give each replica a contiguous range of groups so that the slowest finishes as early as possible.
+
+    Args:
+        groups: number of groups in a step.
+        speeds: relative speed of each replica (its degree), at least 1 each.
+    """
+    counts = [0] * len(speeds)
+    finish = [(1 / speed, place) for place, speed in enumerate(speeds)]
+    heapq.heapify(finish)
+    for _ in range(groups):
+        _, place = heapq.heappop(finish)
+        counts[place] += 1
+        heapq.heappush(finish, ((counts[place] + 1) / speeds[place], place))
+    stops = [sum(counts[: place + 1]) for place in range(len(speeds))]
+    return tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """How one replica sums its groups with a stack.
+
+    Attributes:
+        merges: for each group of the range, how often the two topmost sums are added after it is pushed.
+        nodes: the tree nodes on the stack at the end, bottom first; they cover the range.
+    """
+
+    merges: tuple[int, ...]
+    nodes: tuple[Node, ...]
+
+
+def fold_of(mine: range, groups: int) -> Fold:
+    """The stack program that sums `mine`, a contiguous part of `range(groups)`, as far as the tree allows."""
+    root = root_of(groups)
+    stack: list[Node] = []
+    merges: list[int] = []
+    for group in mine:
+        stack.append(Node(0, group))
+        merged = 0
+        while stack[-1] != root:
+            top = stack[-1]
+            if top.sibling.first_group >= groups:  # nothing to its right: the parent is the same sum
+                stack[-1] = top.parent
+            elif len(stack) > 1 and stack[-2] == top.sibling:
+                stack[-2:] = [top.parent]
+                merged += 1
+            else:
+                break
+        merges.append(merged)
+    return Fold(tuple(merges), tuple(stack))
+
+
+class Summand(Protocol):
+    """What `complete` adds: a tensor, an array or a number."""
+
+    def __add__(self, other: Self, /) -> Self: ...
+
+
+T = TypeVar("T", bound=Summand)
+
+
+def complete(sums: Mapping[Node, T], groups: int) -> T:
+    """Finish the tree: the sum over all groups from nodes that together cover them once."""
+
+    def value(node: Node) -> T:
+        if node in sums:
+            return sums[node]
+        left, right = Node(node.level - 1, node.index * 2), Node(node.level - 1, node.index * 2 + 1)
+        if right.first_group >= groups:
+            return value(left)
+        return value(left) + value(right)
+
+    return value(root_of(groups))
