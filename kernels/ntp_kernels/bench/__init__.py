@@ -1,0 +1,1 @@
+"""Speed and error of every kernel against a stock baseline timed in the same run."""

@@ -1,0 +1,88 @@
+"""What a bench section returns, and how two calls are timed against each other."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel at one shape. `amount` is FLOP or bytes of one call; `error` is what `error_kind` names."""
+
+    section: str
+    kernel: str
+    shape: str
+    ours_us: float
+    baseline_us: float | None
+    baseline: str
+    amount: float
+    unit: Literal["flop", "byte"]
+    error: float | None = None
+    error_kind: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Baseline time over ours: above 1 is faster than the baseline."""
+        return None if self.baseline_us is None else self.baseline_us / self.ours_us
+
+    @property
+    def rate(self) -> float:
+        """TFLOP/s or GB/s."""
+        return self.amount / self.ours_us / (1e6 if self.unit == "flop" else 1e3)
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The best the card showed in this run: a large cuBLAS product and a large copy."""
+
+    tflops: float
+    gigabytes: float
+
+    def share(self, row: Row) -> float:
+        return row.rate / (self.tflops if row.unit == "flop" else self.gigabytes)
+
+
+def measure_ceiling() -> Ceiling:
+    """bf16 8192^3 through cuBLAS, and a 1 GiB device copy (bytes read plus bytes written)."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    (product, copy) = interleaved([lambda: a @ b, lambda: target.copy_(source)])
+    return Ceiling(2 * 8192**3 / product / 1e6, 2 * (1 << 30) / copy / 1e3)
+
+
+def interleaved(calls: Sequence[Call], rounds: int = 7, budget_us: float = 3000.0) -> list[float]:
+    """Median microseconds of each call, timed in turns so that the card's clock favours none.
+
+    A turn repeats its call for about `budget_us`; the first turn of each is warm-up and counts for nothing.
+    """
+    repeats = [max(1, min(50, round(budget_us / _elapsed(call, 2)))) for call in calls]
+    turns = [[_elapsed(call, n) for call, n in zip(calls, repeats, strict=True)] for _ in range(rounds)]
+    return [statistics.median(times) for times in zip(*turns, strict=True)]
+
+
+def _elapsed(call: Call, repeats: int) -> float:
+    """Microseconds of one of `repeats` calls in a row, after one that is not timed."""
+    call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / repeats
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """|value - exact| / |exact| over all elements, in float64."""
+    return ((value.double() - exact).norm() / exact.norm()).item()
+
+
+def geomean(values: Sequence[float]) -> float:
+    """Geometric mean."""
+    return statistics.geometric_mean(values)
