@@ -44,7 +44,8 @@ SCAN_TOKENS = 1 << 22
 ENCODE_BYTES = 1 << 22
 """How much text goes to a tokenizer together: enough to use its threads, little beside the token array."""
 
-TEST_DIRECTORIES = {"test", "tests", "idle_test"}
+NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+"""Directories inside the standard library's that are not read: what is installed there, and tests."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,10 @@ def _select(corpus: Corpus, chosen: NDArray[np.bool_]) -> Corpus:
 def _open_tokens(name: str, path: Path, tokenizer: Tokenizer) -> Corpus:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"data source {name!r} is not a .npy of token ids: {reason}") from None
+    except (ValueError, EOFError):
+        raise DataError(
+            f"data source {name!r} is not a .npy file of numbers, or only a part of one"
+        ) from None
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
         found = f"{tokens.dtype}{list(tokens.shape)}" if isinstance(tokens, np.ndarray) else "an archive"
         raise DataError(
@@ -160,16 +162,10 @@ def _from_bytes(name: str, files: list[tuple[str, Path]], tokenizer: ByteTokeniz
 
 
 def _standard_library() -> list[tuple[str, Path]]:
-    """(relative name, path) of the standard library's modules, without its tests and what is installed in
-    it."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = []
-    for name, path in _walk(root, {".py"}):
-        directories = name.split("/")[:-1]
-        top = directories[0] if directories else path.stem
-        if top in sys.stdlib_module_names and not TEST_DIRECTORIES.intersection(directories):
-            files.append((name, path))
-    return files
+    """(relative name, path) of the standard library's modules, not of what builds of Python add to them."""
+    files = _walk(Path(sysconfig.get_path("stdlib")), {".py"}, skip=NOT_STANDARD_LIBRARY)
+    names = sys.stdlib_module_names
+    return [(name, path) for name, path in files if name.split("/")[0].removesuffix(".py") in names]
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
@@ -181,19 +177,16 @@ def _files(path: Path) -> list[tuple[str, Path]]:
     return files
 
 
-def _walk(root: Path, suffixes: set[str]) -> list[tuple[str, Path]]:
-    """(relative name, path) of the files below `root` in order of name. Linked directories are not
-    followed."""
+def _walk(root: Path, suffixes: set[str], skip: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
+    """(relative name, path) of the files below `root`, by name, outside directories in `skip` and linked
+    ones."""
 
     def fail(error: OSError) -> None:
         raise error  # `os.walk` would leave an unreadable directory out, and so train on other data.
 
     found = []
     for directory, directories, names in os.walk(root, onerror=fail):
-        # The interpreter's library directory usually holds what is installed; do not walk all of that.
-        directories[:] = [
-            d for d in directories if d not in ("site-packages", "dist-packages", "__pycache__")
-        ]
+        directories[:] = [name for name in directories if name not in skip]
         found += [Path(directory, name) for name in names if Path(name).suffix in suffixes]
     return sorted((path.relative_to(root).as_posix(), path) for path in found)
 
@@ -276,7 +269,6 @@ def _fill_cache(target: Path, files: list[tuple[str, Path]], tokenizer: FileToke
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
             return
-        # A crash leaves the temporary file behind and its name free: the name is unique to the process.
         temporary = target.with_suffix(f".{os.getpid()}.tmp")
         with temporary.open("wb") as file:
             np.save(file, _tokenise(files, tokenizer))

@@ -142,9 +142,11 @@ def open_datasets(
 
 @dataclass(frozen=True)
 class _Pass:
-    """The order of one pass: `documents` [N] in the order they come, their `bounds` [N + 1] in the pass, and
-    the `sequences` that begin in it, as indices into the stream, in the order they are handed out. All
-    int64."""
+    """The order of one pass, int64 arrays.
+
+    `documents` [N] as they come, their `bounds` [N + 1] in the pass, and the `sequences` that begin in it:
+    their places in the stream, in the order in which they are handed out.
+    """
 
     documents: NDArray[np.int64]
     bounds: NDArray[np.int64]
@@ -152,8 +154,7 @@ class _Pass:
 
 
 class _Stream:
-    """The endless stream of one source and its cut into sequences. Keeps the orders of the latest few
-    passes."""
+    """The endless stream of one source and its cut into sequences. Keeps the latest passes' orders."""
 
     def __init__(self, corpus: Corpus, length: int, seed: int, source: int) -> None:
         if corpus.total < length + 1:
@@ -247,8 +248,7 @@ def _locate(number: int, shares: Sequence[Fraction]) -> tuple[int, int]:
     """(source, index in that source) of sequence `number`.
 
     A source with share s of a stream takes the elements n where floor((n + 1) s) steps; the rest, renumbered,
-    are the stream of the sources after it. Exact, so a source's sequences are taken in turn with none left
-    out.
+    are the stream of the sources after it. Exact, so a source gives its sequences in turn, none left out.
     """
     assert number >= 0
     for source, share in enumerate(shares):

@@ -73,7 +73,8 @@ def open_tokenizer(name: str) -> Tokenizer:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"data.tokenizer: cannot read {name!r} ({error.strerror}); give 'byte' or a path of a tokenizer.json"
+            f"data.tokenizer: cannot read {name!r} ({error.strerror}); "
+            f"give 'byte' or the path of a tokenizer.json"
         ) from None
     model = _parse(path, content)
     digest = hashlib.sha256(f"tokenizers {tokenizers.__version__}\n".encode() + content).hexdigest()
@@ -87,8 +88,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocabulary_size: int) -> None:
     """Raise `DataError` when the tokenizer can produce an id that the model's vocabulary does not hold."""
     if tokenizer.vocabulary_size > vocabulary_size:
         raise DataError(
-            f"the tokenizer has a vocabulary of {tokenizer.vocabulary_size}, the model one of {vocabulary_size}; "
-            f"set the model's vocabulary size to at least {tokenizer.vocabulary_size}"
+            f"the tokenizer's vocabulary is {tokenizer.vocabulary_size}, the model's only {vocabulary_size}; "
+            f"set the model's to at least {tokenizer.vocabulary_size}"
         )
 
 
