@@ -1,9 +1,13 @@
 """AdamW on flat float32 buffers, and squared sums per fixed block for the gradient norm.
 
-AdamW is elementwise: an element's bits depend on its own four values and the scalars, never on where a shard or a
-flat buffer begins. `square_sums` gives one float64 per fixed block; the caller adds blocks in canonical order.
-The scalars are Python floats, combined in double precision on the host (bias corrections too) and rounded once.
+AdamW is elementwise: an element's bits depend on its own four values and the scalars, never on where a shard
+or a flat buffer begins. `square_sums` gives one float64 per fixed block; the caller adds blocks in canonical
+order. The scalars are Python floats, combined in double precision on the host (bias corrections too) and
+rounded once.
 """
+
+# Triton types neither its launch keywords nor what its builtins return.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 
 from typing import Any
 
@@ -32,15 +36,17 @@ def adamw(
 ) -> None:
     """Take step number `step` (from 1) of AdamW in place on f32 [n] buffers.
 
-    `grad_scale` multiplies the gradient first (clip coefficient over token count). `copy` [n], usually bf16, receives
-    the new weights rounded to its dtype. Rule: `w *= 1 - lr * weight_decay`, moments with weights `1 - beta`, then
-    `w -= lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)` with correctly rounded sqrt and division.
+    `grad_scale` multiplies the gradient first (clip coefficient over token count). `copy` [n], usually bf16,
+    receives the new weights rounded to its dtype. Rule: `w *= 1 - lr * weight_decay`, moments with weights `1
+    - beta`, then `w -= lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)` with correctly rounded sqrt
+    and division.
     """
     count = master.numel()
     assert step >= 1
     assert all(t.numel() == count and t.is_contiguous() and t.dtype == torch.float32 for t in (m, v, grad))
     target = master if copy is None else copy
-    assert target.numel() == count and target.is_contiguous()
+    assert target.numel() == count
+    assert target.is_contiguous()
     if count == 0:
         return
     arguments: tuple[Any, ...] = (
@@ -55,10 +61,12 @@ def adamw(
 def square_sums(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of every row of f32 x [n, block] as f64 [n].
 
-    Order: squares exact in float64; column j of runs of 1024 is added left to right, then one fixed tree over j.
-    The order depends on `block` only.
+    Order: squares exact in float64; column j of runs of 1024 is added left to right, then one fixed tree over
+    j. The order depends on `block` only.
     """
-    assert x.ndim == 2 and x.is_contiguous() and x.dtype == torch.float32
+    assert x.ndim == 2
+    assert x.is_contiguous()
+    assert x.dtype == torch.float32
     out = x.new_empty(x.shape[0], dtype=torch.float64)
     if x.shape[0]:
         _square_sums_kernel[(x.shape[0],)](x, out, x.shape[1], TILE=_SUM_TILE, num_warps=4)

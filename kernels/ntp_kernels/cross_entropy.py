@@ -1,19 +1,24 @@
 """Vocabulary-parallel cross entropy: local passes only, between which the caller combines ranks.
 
-Legend: M tokens, U local vocabulary units of V columns; column c of unit u is token id `(first_unit + u) * V + c`,
-padded from `vocab_size` on. The logits are the bf16 output [M, U, V] of the head GEMM: they are read once for the
-statistics and once, with one write, for the gradient. fp32 copies of logits exist only in registers.
+Legend: M tokens, U local vocabulary units of V columns; column c of unit u is token id `(first_unit + u) * V
++ c`, padded from `vocab_size` on. The logits are the bf16 output [M, U, V] of the head GEMM: they are read
+once for the statistics and once, with one write, for the gradient. fp32 copies of logits exist only in
+registers.
 
-1. `ce_statistics` reads the logits: largest logit per row, and per row and unit the unit's own largest logit and
-   `sum exp(logit - largest)`. The caller combines the row maxima over ranks by MAX (exact).
-2. `ce_sums` scales every unit's sum to the row maximum, rounds it to the grid 2^-40 and adds units as int64, so that
-   units add up to the same integer under any cut. The caller adds ranks as integers and forms
+1. `ce_statistics` reads the logits: largest logit per row, and per row and unit the unit's own largest logit
+   and `sum exp(logit - largest)`. The caller combines the row maxima over ranks by MAX (exact).
+2. `ce_sums` scales every unit's sum to the row maximum, rounds it to the grid 2^-40 and adds units as int64,
+   so that units add up to the same integer under any cut. The caller adds ranks as integers and forms
    `lse = row_max + log(sum * 2^-40)`; the loss is `lse - target logit`.
 3. `ce_backward` is elementwise.
 
-A unit's statistics are one program's work in one order set by V, so they depend on that unit of that row alone.
-A NaN or +Inf among a row's logits makes its row maximum +Inf and its sums 0: the row's lse is NaN for every rank.
+A unit's statistics are one program's work in one order set by V, so they depend on that unit of that row
+alone. A NaN or +Inf among a row's logits makes its row maximum +Inf and its sums 0: the row's lse is NaN for
+every rank.
 """
+
+# Triton types neither its launch keywords nor what its builtins return.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -30,17 +35,17 @@ _TILE = 4096
 
 
 def ce_max(logits: torch.Tensor, first_unit: int, vocab_size: int) -> torch.Tensor:
-    """Return the largest logit f32 [M] of the shard's real columns: +Inf for a row with NaN, -Inf without columns."""
+    """Return the largest logit f32 [M] of the shard's real columns: +Inf for NaN, -Inf without columns."""
     return ce_statistics(logits, first_unit, vocab_size)[0]
 
 
 def ce_statistics(
     logits: torch.Tensor, first_unit: int, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row maximum f32 [M] as `ce_max` and the unit statistics f32 [M, U, 2] that `ce_sums` accepts.
+    """Return the row maximum f32 [M] as `ce_max` and the unit statistics f32 [M, U, 2] for `ce_sums`.
 
-    Order of a unit's sum: chunks of at most 4096 columns left to right; lane j of a chunk is added to lane j of the
-    running sums (rescaled when the maximum grows), then one fixed tree over the lanes.
+    Order of a unit's sum: chunks of at most 4096 columns left to right; lane j of a chunk is added to lane j
+    of the running sums (rescaled when the maximum grows), then one fixed tree over the lanes.
     """
     tokens, units, width = logits.shape
     assert logits.is_contiguous()
@@ -62,11 +67,12 @@ def ce_sums(
     vocab_size: int,
     statistics: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `sum exp(logit - row_max)` as i64 [M] in units of 2^-40, and the target logit's f32 bits i32 [M].
+    """Return `sum exp(logit - row_max)` i64 [M] in units of 2^-40 and the target logit's f32 bits i32 [M].
 
-    `row_max` f32 [M] is the maximum over all ranks, `targets` i64 [M] are token ids or -100. The bits are 0 where the
-    target is not in this shard. Without `statistics` (from `ce_statistics`) the logits are read again, same bits.
-    Each unit's f32 sum is multiplied by `exp(unit maximum - row_max)`, rounded half up to the grid, and added as int64.
+    `row_max` f32 [M] is the maximum over all ranks, `targets` i64 [M] are token ids or -100. The bits are 0
+    where the target is not in this shard. Without `statistics` (from `ce_statistics`) the logits are read
+    again, same bits. Each unit's f32 sum is multiplied by `exp(unit maximum - row_max)`, rounded half up to
+    the grid, and added as int64.
     """
     tokens, units, width = logits.shape
     if statistics is None:
@@ -96,7 +102,8 @@ def ce_backward(
     tokens, units, width = logits.shape
     assert logits.is_contiguous()
     out = torch.empty_like(logits) if out is None else out
-    assert out.shape == logits.shape and out.is_contiguous()
+    assert out.shape == logits.shape
+    assert out.is_contiguous()
     columns = units * width
     _backward_kernel[(tokens, triton.cdiv(columns, _TILE))](
         logits, lse, targets, out, columns, first_unit * width, vocab_size,
@@ -144,8 +151,9 @@ def _sums_kernel(
     row_max = tl.load(row_max_ptr + row)
     top = tl.load(statistics, mask=unit < units, other=float("-inf"))
     part = tl.load(statistics + 1, mask=unit < units, other=0.0)
-    usable = (row_max < float("inf")) & (top > float("-inf"))
-    scaled = tl.where(usable, part * tl.exp(tl.where(usable, top - row_max, 0.0)), 0.0)
+    below = row_max - top
+    usable = below < float("inf")  # false for an empty unit, a poisoned row and a poisoned unit (NaN)
+    scaled = tl.where(usable, part * tl.exp(tl.where(usable, -below, 0.0)), 0.0)
     whole = tl.floor(scaled.to(tl.float64) * GRID + 0.5).to(tl.int64)
     tl.store(sums_ptr + row, tl.sum(whole, axis=0))
     column = tl.load(targets_ptr + row) - first_column

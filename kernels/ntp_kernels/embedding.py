@@ -1,10 +1,13 @@
 """Vocabulary-sharded embedding lookup and its gradient.
 
 Legend: M tokens, U local vocabulary units of V rows, D hidden size; unit `first_unit + u` holds the token ids
-`(first_unit + u) * V ...`. The lookup copies bits: a token whose row lives elsewhere gives +0.0 bits, so callers
-combine ranks by integer addition of bit patterns. The gradient uses no atomics: a row belongs to one program, which
-adds the row's tokens in ascending token order, so its bits depend on that row's tokens only.
+`(first_unit + u) * V ...`. The lookup copies bits: a token whose row lives elsewhere gives +0.0 bits, so
+callers combine ranks by integer addition of bit patterns. The gradient uses no atomics: a row belongs to one
+program, which adds the row's tokens in ascending token order, so its bits depend on that row's tokens only.
 """
+
+# Triton types neither its launch keywords nor what its builtins return.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -17,7 +20,9 @@ _RUN = 8
 def embedding(ids: torch.Tensor, w: torch.Tensor, first_unit: int) -> torch.Tensor:
     """Return the rows [M, D] of w [U, V, D] for ids i64 [M]; +0.0 bits where the row is not in this shard."""
     units, rows, hidden = w.shape
-    assert w.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int64
+    assert w.is_contiguous()
+    assert ids.is_contiguous()
+    assert ids.dtype == torch.int64
     out = w.new_empty(ids.shape[0], hidden)
     columns = min(triton.next_power_of_2(hidden), _COLUMNS)
     _lookup_kernel[(ids.shape[0], triton.cdiv(hidden, columns))](
@@ -29,11 +34,13 @@ def embedding(ids: torch.Tensor, w: torch.Tensor, first_unit: int) -> torch.Tens
 def embedding_wgrad(ids: torch.Tensor, dy: torch.Tensor, first_unit: int, out: torch.Tensor) -> None:
     """Add to out f32 [U, V, D] the gradient of the rows that ids i64 [M] name, from dy [M, D].
 
-    Order per row: its tokens in ascending order, runs of 8 by one fixed tree (short run padded with zeros), runs left
-    to right from zero; the sum is then added to `out` once. Rows without a token are not touched.
+    Order per row: its tokens in ascending order, runs of 8 by one fixed tree (short run padded with zeros),
+    runs left to right from zero; the sum is then added to `out` once. Rows without a token are not touched.
     """
     units, rows, hidden = out.shape
-    assert out.is_contiguous() and out.dtype == torch.float32 and dy.is_contiguous()
+    assert out.is_contiguous()
+    assert out.dtype == torch.float32
+    assert dy.is_contiguous()
     assert dy.shape == (ids.shape[0], hidden)
     # A stable sort has one possible result: equal ids keep token order, whatever the algorithm.
     sorted_ids, order = torch.sort(ids, stable=True)

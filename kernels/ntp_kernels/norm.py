@@ -2,14 +2,18 @@
 
 Legend: M tokens of one call, D hidden size. bf16 or f32 in and out, fp32 inside.
 
-What moves no bits: a row is one program's work and its sum has one order, set by D alone, so `y`, `summed`, `rstd` and
-`dx` of a row do not depend on the other rows of the call, on M or on the card's multiprocessor count.
-The weight gradient is folded in two fixed steps: rows of one block of `TOKEN_BLOCK` tokens in ascending order, then
-the blocks of a call by `fold_token_blocks`. It has no atomics. A trainer that shards the tokens keeps the bits by
-handing whole token blocks to `rms_norm_backward_blocks` and folding all of them at once.
+What moves no bits: a row is one program's work and its sum has one order, set by D alone, so `y`, `summed`,
+`rstd` and `dx` of a row do not depend on the other rows of the call, on M or on the card's multiprocessor
+count. The weight gradient is folded in two fixed steps: rows of one block of `TOKEN_BLOCK` tokens in
+ascending order, then the blocks of a call by `fold_token_blocks`. It has no atomics. A trainer that shards
+the tokens keeps the bits by handing whole token blocks to `rms_norm_backward_blocks` and folding all of them
+at once.
 
 Left out: a bias and a mean (no Llama-like model has them); D above 32768 (a row would not fit in registers).
 """
+
+# Triton types neither its launch keywords nor what its builtins return.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -26,7 +30,8 @@ _MAX_WIDTH = 32768
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `y = x * rstd * weight` [M, D] and `rstd = (mean(x^2) + eps)^-1/2` f32 [M].
 
-    Order: one sum over D per row, a tree that depends on D only. Product in fp32, one rounding to the dtype of x.
+    Order: one sum over D per row, a tree that depends on D only. Product in fp32, one rounding to the dtype
+    of x.
     """
     y, rstd = torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
     width, warps = _shape(x)
@@ -41,9 +46,11 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `y, summed, rstd`: `summed = x + residual` [M, D] rounded to the compute dtype, then its RMSNorm.
 
-    The norm sees the rounded sum, so a recomputation from `summed` gives the same bits. Orders as in `rms_norm`.
+    The norm sees the rounded sum, so a recomputation from `summed` gives the same bits. Orders as in
+    `rms_norm`.
     """
-    assert residual.shape == x.shape and residual.is_contiguous()
+    assert residual.shape == x.shape
+    assert residual.is_contiguous()
     y, summed, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
     width, warps = _shape(x)
     _forward_kernel[(x.shape[0],)](
@@ -79,13 +86,15 @@ def rms_norm_backward_blocks(
 
     Order: rows of a block left to right from zero, each adding `dy * x * rstd`.
     """
-    assert dy.shape == x.shape and dy.is_contiguous()
+    assert dy.shape == x.shape
+    assert dy.is_contiguous()
     tokens, hidden = x.shape
     blocks = triton.cdiv(tokens, TOKEN_BLOCK)
     dx, partial = torch.empty_like(x), x.new_empty(blocks, hidden, dtype=torch.float32)
     width, warps = _shape(x)
     extra = dy if residual_grad is None else residual_grad
-    assert extra.shape == x.shape and extra.is_contiguous()
+    assert extra.shape == x.shape
+    assert extra.is_contiguous()
     _backward_kernel[(blocks,)](
         dy, x, weight, rstd, extra, dx, partial, tokens,
         D=hidden, WIDTH=width, ROWS=TOKEN_BLOCK, ADD=residual_grad is not None, num_warps=warps,
@@ -96,7 +105,8 @@ def rms_norm_backward_blocks(
 def fold_token_blocks(partial: torch.Tensor) -> torch.Tensor:
     """Sum f32 [blocks, N] over the blocks to f32 [N].
 
-    Order: runs of 64 consecutive blocks (short last run padded with zeros) by one fixed tree, runs left to right.
+    Order: runs of 64 consecutive blocks (short last run padded with zeros) by one fixed tree, runs left to
+    right.
     """
     blocks, columns = partial.shape
     out = partial.new_empty(columns)
@@ -108,7 +118,10 @@ def fold_token_blocks(partial: torch.Tensor) -> torch.Tensor:
 
 def _shape(x: torch.Tensor) -> tuple[int, int]:
     """Return the power of two that holds a row of x [M, D] and the warps for it; a function of D, never of M."""
-    assert x.ndim == 2 and x.is_contiguous() and x.shape[1] <= _MAX_WIDTH and x.shape[1] % 16 == 0
+    assert x.ndim == 2
+    assert x.is_contiguous()
+    assert x.shape[1] <= _MAX_WIDTH
+    assert x.shape[1] % 16 == 0
     width = triton.next_power_of_2(x.shape[1])
     return width, min(max(width // 1024, 1), 16)
 

@@ -1,9 +1,12 @@
 """SwiGLU on the packed gate/up activations of local FFN units, forward and backward.
 
 Legend: M tokens, U local units, B unit width. Elementwise in fp32, one rounding to the dtype of the input: no
-reduction, so no bit depends on M, on U, or on which units are in the call. Zero columns of a padded unit stay zero.
-The sigmoid is `1 / (1 + exp(-gate))`; the backward recomputes it from `gate_up`, nothing else is saved.
+reduction, so no bit depends on M, on U, or on which units are in the call. Zero columns of a padded unit stay
+zero. The sigmoid is `1 / (1 + exp(-gate))`; the backward recomputes it from `gate_up`, nothing else is saved.
 """
+
+# Triton types neither its launch keywords nor what its builtins return.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -15,7 +18,8 @@ _TILE = 4096
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up` [M, U, B] of `gate_up` [M, U, 2, B] (gate first)."""
     tokens, units, pair, width = gate_up.shape
-    assert pair == 2 and gate_up.is_contiguous()
+    assert pair == 2
+    assert gate_up.is_contiguous()
     y = gate_up.new_empty(tokens, units, width)
     rows, columns, grid = _tiles(tokens * units, width)
     _forward_kernel[grid](gate_up, y, tokens * units, B=width, ROWS=rows, COLUMNS=columns, num_warps=4)
@@ -25,7 +29,10 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """Return the gradient [M, U, 2, B] of `gate_up` for `dy` [M, U, B]."""
     tokens, units, pair, width = gate_up.shape
-    assert pair == 2 and gate_up.is_contiguous() and dy.is_contiguous() and dy.shape == (tokens, units, width)
+    assert pair == 2
+    assert gate_up.is_contiguous()
+    assert dy.is_contiguous()
+    assert dy.shape == (tokens, units, width)
     out = torch.empty_like(gate_up)
     rows, columns, grid = _tiles(tokens * units, width)
     _backward_kernel[grid](dy, gate_up, out, tokens * units, B=width, ROWS=rows, COLUMNS=columns, num_warps=4)
@@ -47,9 +54,7 @@ def _tile(count, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _forward_kernel(
-    gate_up_ptr, y_ptr, count, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _forward_kernel(gate_up_ptr, y_ptr, count, B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row, column, inside = _tile(count, B, ROWS, COLUMNS)
     source = gate_up_ptr + row * (2 * B) + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
