@@ -202,7 +202,7 @@ class TrainConfig(Section):
     global_batch: Positive
     micro_batch: Positive = 1
     grad_group: Positive = 1  # microbatches folded left to right into one leaf of the gradient tree
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: Count = 0  # steps between evaluations; 0 = never
@@ -216,9 +216,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
         if self.global_batch % self.micro_batch:
-            raise ValueError(
-                f"global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch}"
-            )
+            raise ValueError(f"global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch}")
         return self
 
 
@@ -301,9 +299,7 @@ def _explain(error: ValidationError) -> str:
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     if first["type"] == "extra_forbidden":
         names = [str(part) for part in first["loc"] if isinstance(part, str)]
-        return (
-            f"unknown key {path}={_short(first['input'])}; the nearest known key is {_nearest(names)}{more}"
-        )
+        return f"unknown key {path}={_short(first['input'])}; the nearest known key is {_nearest(names)}{more}"
     if first["type"] == "missing":
         return f"{path}: missing, and it has no default{more}"
     if first["type"] == "value_error":

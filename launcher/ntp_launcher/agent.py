@@ -1,0 +1,284 @@
+"""The agent of one node, on torch.distributed.elastic: rendezvous, start, watch, stop.
+
+It differs from torch's LocalElasticAgent in three ways. Ranks are those of the base mesh and only live ones
+are started. A failure is looked at for a moment before anything is killed, so that the cause can be told from
+its consequences. Agents tell each other through the rendezvous store: a failure on one node ends the others,
+success is success everywhere. What has happened is collected here, what it means is decided in `outcome`.
+"""
+
+import contextlib
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+
+from ntp_launcher.board import Board
+from ntp_launcher.environment import Rendezvous, worker_environment
+from ntp_launcher.flags import LaunchError, Nodes
+from ntp_launcher.job import Job, prepare_run_dir, proposed_run_dir
+from ntp_launcher.outcome import Exit, describe, explain
+from ntp_launcher.placement import block_size, local_ranks, node_ranks
+from ntp_launcher.processes import WorkerProcess, start_worker, stop_workers
+
+SETTLE_S = 1.0  # from the first failed exit to the judgement: consequences arrive within tens of milliseconds
+PEERS_S = 3.0  # for other agents to tell what they have seen
+FAREWELL_S = 5.0  # for other agents to read it
+STOP_S = 10.0  # from a signal to SIGKILL
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class MeshAgent(SimpleElasticAgent):
+    """Runs this node's block of the base mesh. After a failed run, `failure` is the reason in one line."""
+
+    def __init__(self, spec: WorkerSpec, job: Job, nodes: Nodes) -> None:
+        super().__init__(spec, exit_barrier_timeout=FAREWELL_S, shutdown_timeout=int(STOP_S))
+        self.failure = ""
+        self.run_dir = Path()
+        self._job, self._nodes = job, nodes
+        self._board: Board | None = None
+        self._workers: list[WorkerProcess] = []
+        self._exits: dict[int, Exit] = {}
+        self._tails: list[TailLog] = []
+
+    def _assign_worker_ranks(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """This node's live ranks, after the agents have agreed on the job, the blocks and the run directory."""
+        job, nodes = self._job, self._nodes
+        self._board = Board(store, group_rank, group_world_size)
+        claim = {"node": nodes.node_rank, "job": job.fingerprint(), "run_dir": proposed_run_dir()}
+        claims = self._board.exchange("claim", claim)
+        blocks = node_ranks([other["node"] for other in claims])
+        for other, block in zip(claims, blocks, strict=True):
+            if other["job"] != claim["job"]:
+                raise LaunchError(
+                    f"node {block} was given another config or other failed ranks than this one"
+                )
+        self.run_dir = prepare_run_dir(job, job.run_dir or claims[blocks.index(0)]["run_dir"])
+        size = block_size(job.config.parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
+        world = job.config.parallel.world_size
+        places = local_ranks(blocks[group_rank], size, job.plan.world)
+        return [Worker(local, rank, rank, world, world) for rank, local in places.items()]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        attempt = worker_group.spec.max_restarts - self._remaining_restarts
+        logs = Path(self._nodes.log_dir).absolute() if self._nodes.log_dir else self.run_dir / "logs"
+        logs = logs / f"attempt{attempt}" if attempt else logs
+        rendezvous = _rendezvous_of(worker_group, attempt)
+        self._exits = {}
+        self._workers = []
+        for worker in worker_group.workers:
+            environ = worker_environment(
+                self._job, self.run_dir, worker.global_rank, worker.local_rank, rendezvous
+            )
+            directory = logs / f"rank{worker.global_rank}"
+            self._workers.append(
+                start_worker(worker.global_rank, self._job.worker_module, environ, directory)
+            )
+        self._tails = self._start_tails(worker_group.workers)
+        return {index: worker.popen.pid for index, worker in enumerate(self._workers)}
+
+    def _start_tails(self, workers: list[Worker]) -> list[TailLog]:
+        """Copies of worker output to the terminal, as `--tee` asks."""
+        tee = self._nodes.tee
+        out: dict[int, str] = {}
+        err: dict[int, str] = {}
+        for worker, process in zip(workers, self._workers, strict=True):
+            if tee is None:
+                streams = 3 if process.rank == self._job.reporter else 0
+            else:
+                streams = tee.get(worker.local_rank, tee.get(-1, 0))
+            if streams & 1:
+                out[process.rank] = str(process.stdout)
+            if streams & 2:
+                err[process.rank] = str(process.stderr)
+        prefixes = {process.rank: f"[rank{process.rank}] " if tee else "" for process in self._workers}
+        tails = [TailLog("rank", out, sys.stdout, prefixes), TailLog("rank", err, sys.stderr, prefixes)]
+        return [tail.start() for tail in tails]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """One look: FAILED if a worker here or an agent elsewhere has failed, SUCCEEDED once all are done."""
+        board = self._board
+        assert board is not None
+        self._look()
+        failed_here = any(exit.code for exit in self._exits.values())
+        try:
+            if failed_here or board.any_up("failure"):
+                return self._fail(board)
+            if len(self._exits) < len(self._workers):
+                return RunResult(state=WorkerState.HEALTHY)
+            board.post("done", {})
+            if not board.all_up("done"):
+                return RunResult(state=WorkerState.HEALTHY)
+        except RuntimeError as error:
+            return self._lose_store(error)
+        return RunResult(
+            state=WorkerState.SUCCEEDED,
+            return_values={worker.global_rank: None for worker in worker_group.workers},
+        )
+
+    def _look(self) -> None:
+        """Records the exits since the last look."""
+        for worker in self._workers:
+            code = worker.poll()
+            if code is not None and worker.rank not in self._exits:
+                error = worker.error() if code else ""
+                self._exits[worker.rank] = Exit(worker.rank, code, error, order=len(self._exits))
+
+    def _fail(self, board: Board) -> RunResult:
+        """Waits for the picture to be whole, then settles on one cause with the other agents."""
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and len(self._exits) < len(self._workers):
+            time.sleep(0.05)
+            self._look()
+        self.failure = explain(self._exits.values())
+        if self._remaining_restarts == 0:
+            board.post("failure", {"exits": [exit.to_json() for exit in self._exits.values()]})
+            reports = board.collect("failure", PEERS_S)
+            exits = [Exit(**exit) for report in reports.values() for exit in report.get("exits", [])]
+            notes = [report["note"] for report in reports.values() if "note" in report]
+            self.failure = explain(exits, notes, silent=self._nodes.nnodes - len(reports))
+            board.farewell(FAREWELL_S)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _lose_store(self, error: RuntimeError) -> RunResult:
+        self._remaining_restarts = 0
+        self.failure = explain(self._exits.values(), silent=1)
+        if not self.failure:
+            self.failure = f"the rendezvous store is gone: {' '.join(str(error).split())[:200]}"
+        return RunResult(state=WorkerState.FAILED)
+
+    def _exit_barrier(self) -> None:
+        """After success everywhere: the agent that hosts the store waits for the others to have seen it."""
+        assert self._board is not None
+        with contextlib.suppress(RuntimeError):
+            self._board.farewell(FAREWELL_S)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
+        self._shutdown()
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = STOP_S, **_: Any
+    ) -> None:
+        """Ends the workers and the copying of their output; tells other agents if a signal is the reason."""
+        cause = sys.exception()
+        if self._board is not None and isinstance(cause, SignalException):
+            with contextlib.suppress(RuntimeError):
+                self._board.post("failure", {"note": f"an agent was stopped by {cause.sigval.name}"})
+        stop_workers(self._workers, death_sig, timeout)
+        for tail in self._tails:
+            tail.stop()
+        self._tails = []
+
+
+def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
+    """Runs the job's share of this node to its end.
+
+    Returns (0, run directory), (1, the cause of the failure) or (128 + signal, what stopped it). Raises
+    LaunchError for nodes that cannot run the job; then no worker has been started.
+    """
+    _quiet(job.config.log.level)
+    for number in _SIGNALS:
+        signal.signal(number, _raise_signal)
+    handler = _rendezvous_handler(nodes)
+    host, _, port = nodes.rdzv_endpoint.rpartition(":")
+    static = nodes.rdzv_backend == "static"
+    spec = WorkerSpec(
+        role=DEFAULT_ROLE,
+        local_world_size=block_size(job.config.parallel.world_size, nodes.nnodes, nodes.nproc_per_node),
+        rdzv_handler=handler,
+        entrypoint=job.worker_module,
+        max_restarts=nodes.max_restarts,
+        monitor_interval=nodes.monitor_interval,
+        master_addr=host if static else None,
+        master_port=int(port) if static else None,
+    )
+    agent = MeshAgent(spec, job, nodes)
+    try:
+        result = cast("RunResult | None", agent.run())
+    except SignalException as stop:
+        return 128 + stop.sigval.value, f"stopped by {stop.sigval.name}"
+    except RendezvousError as error:
+        return (
+            1,
+            f"no rendezvous at {nodes.rdzv_endpoint}: {' '.join(str(error).split()) or type(error).__name__}",
+        )
+    finally:
+        with contextlib.suppress(RendezvousError, RuntimeError):
+            handler.shutdown()
+    if result is None or result.is_failed():
+        return 1, agent.failure or "the rendezvous was closed by another agent"
+    return _check_summary(job, agent)
+
+
+def _check_summary(job: Job, agent: MeshAgent) -> tuple[int, str]:
+    """Success, unless every worker has exited with 0 without one having finished the run."""
+    ranks = {worker.global_rank for worker in agent.get_worker_group().workers}
+    if job.reporter in ranks and not (agent.run_dir / "summary.json").exists():
+        return 1, describe(Exit(job.reporter, 0))
+    return 0, str(agent.run_dir)
+
+
+def _rendezvous_handler(nodes: Nodes) -> RendezvousHandler:
+    parameters = RendezvousParameters(
+        nodes.rdzv_backend,
+        nodes.rdzv_endpoint,
+        nodes.rdzv_id,
+        nodes.nnodes,
+        nodes.nnodes,
+        nodes.local_addr,
+        **({"rank": nodes.node_rank or 0} if nodes.rdzv_backend == "static" else {}),
+        **nodes.rdzv_conf,
+    )
+    try:
+        return rendezvous_registry.get_rendezvous_handler(parameters)
+    except (ValueError, ImportError) as error:
+        raise LaunchError(
+            f"--rdzv-backend {nodes.rdzv_backend} at {nodes.rdzv_endpoint!r}: {' '.join(str(error).split())}"
+        ) from None
+
+
+def _rendezvous_of(group: WorkerGroup, attempt: int) -> Rendezvous:
+    """What the workers are told of the rendezvous."""
+    handler = group.spec.rdzv_handler
+    return Rendezvous(
+        master_addr=str(group.master_addr),
+        master_port=int(group.master_port or 0),
+        agent_store=handler.use_agent_store,
+        run_id=handler.get_run_id(),
+        group_rank=int(group.group_rank or 0),
+        group_size=int(group.group_world_size or 1),
+        local_size=group.spec.local_world_size,
+        attempt=attempt,
+        max_restarts=group.spec.max_restarts,
+    )
+
+
+def _quiet(level: str) -> None:
+    """Keeps torch's own running commentary off the terminal, except for `log.level: debug`."""
+    if level != "debug":
+        logger = logging.getLogger("torch.distributed")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+
+
+def _raise_signal(number: int, frame: FrameType | None) -> None:
+    received = signal.Signals(number)
+    raise SignalException(f"received {received.name}", received)

@@ -1,0 +1,132 @@
+"""`ntp-launch CONFIG.yaml`: plan a job on the GPUs that are there, and run it.
+
+Exit codes: 0 the run is complete; 1 a worker failed; 2 bad input, nothing was started; 128 + n stopped by
+signal n. Whatever goes wrong is said in one line on stderr.
+"""
+
+import argparse
+import io
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from rich.console import Console
+
+from ntp.config import Config, load_config
+from ntp.errors import NtpError
+from ntp.plan import make_plan
+from ntp.tokenizer import check_vocabulary, open_tokenizer
+from ntp.topology import parse_failed
+from ntp_launcher.flags import Nodes, OneLineParser, add_torchrun_flags, nodes_from
+from ntp_launcher.job import Job
+from ntp_launcher.placement import block_size
+from ntp_launcher.view import show
+
+
+class Stopped(BaseException):
+    """A signal arrived before there was an agent to handle it."""
+
+
+def main(argv: Sequence[str] | None = None, worker_module: str = "ntp.worker") -> int:
+    """Runs the command line; returns the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    try:
+        args = build_parser(os.environ).parse_args(argv)
+        return run(args, os.environ, worker_module)
+    except NtpError as error:
+        _complain(str(error))
+        return error.exit_code
+    except Stopped as stop:
+        _complain(f"stopped by {stop}")
+        return 128 + signal.Signals[str(stop)].value
+
+
+def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    parser = OneLineParser(
+        prog="ntp-launch",
+        description="Plan a training job on the GPUs that are there, and run it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration")
+    parser.add_argument(
+        "--failed",
+        action="append",
+        default=[],
+        metavar="RANKS",
+        help="GPUs that do not exist: base-mesh ranks (3,5), coordinates (dp=0/tp=3) or @FILE with one a line",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a config value, as in train.steps=10",
+    )
+    parser.add_argument(
+        "--run-dir", "--run_dir", metavar="DIR", help="where results go (default: runs/<time>)"
+    )
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true", help="show the config and the plan, start nothing"
+    )
+    add_torchrun_flags(parser, environ)
+    return parser
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str) -> int:
+    """Checks everything that can be checked, then shows the plan or runs the job. Raises NtpError."""
+    nodes = nodes_from(args)
+    config = load_config(args.config, args.set)
+    parallel = config.parallel
+    plan = make_plan(config, parse_failed(args.failed, parallel.dp, parallel.tp, parallel.standbys))
+    block_size(parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
+    check_vocabulary(open_tokenizer(config.data.tokenizer), config.model.vocab_size)
+    if args.dry_run:
+        show(config, plan, Console())
+        return 0
+    return _launch(Job(config, plan, args.run_dir, environ, worker_module), nodes)
+
+
+def _launch(job: Job, nodes: Nodes) -> int:
+    """Starts the agent. torch is imported here and not before: a dry run does without."""
+    from ntp_launcher import agent
+
+    _check_data(job.config)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    code, message = agent.launch(job, nodes)
+    if code:
+        _complain(message)
+    else:
+        sys.stdout.write(f"ntp-launch: done, results in {message}\n")
+    return code
+
+
+def _check_data(config: Config) -> None:
+    """Opens the data once, so that a bad file is reported here and not by every worker."""
+    from ntp.data import open_datasets
+
+    open_datasets(
+        [(source.path, source.weight) for source in config.data.path or ()],
+        source=config.data.source,
+        tokenizer=config.data.tokenizer,
+        held_out=config.data.held_out,
+        sequence_length=config.train.seq_len,
+        seed=config.train.seed,
+    )
+
+
+def _complain(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    sys.stderr.write(f"ntp-launch: {' '.join(message.split())}\n")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped(signal.Signals(number).name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
