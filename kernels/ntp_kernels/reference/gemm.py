@@ -1,0 +1,118 @@
+"""The three GEMMs of the trainer, and order-free sums for the contraction that tensor parallelism cuts.
+
+`linear` and `linear_wgrad` contract over a dimension that is whole on the rank. `cut_matmul` contracts over
+rows of units that are spread over ranks; floating-point addition across ranks would depend on the cut,
+integers do not:
+
+1. Every unit u has norms |a_iu| (row i) and |w_uj| (column j). 2^r_i and 2^c_j bound `SLACK` times the
+   largest of them over ALL units (the caller takes the MAX of local exponents over ranks).
+2. Both operands are scaled by these powers of two, which is exact, so that by Cauchy-Schwarz the unit's
+   product P_u lies inside (-1, 1), and so does every partial sum of it. Nothing overflows or underflows.
+3. P_u is a float32 GEMM of one fixed shape, rounded half to even to the grid 2^-bits and added as int32.
+   The sum over `total_units` stays below 2^31: see `grid_bits`.
+4. `finish` takes the int32 sum over ranks back to floating point.
+
+Relative error about 3e-7 times a few (float32 leaf products and the grid). A NaN or an infinity cannot
+travel in an integer, so it travels in the exponents: `POISON` turns the row (or column) into NaN in `finish`.
+"""
+
+import torch
+
+from .units import join_units, unit_blocks
+
+POISON = 1 << 20
+"""Exponent of a row or column that holds a NaN or an infinity; larger than any other, so MAX keeps it."""
+
+MIN_EXPONENT = -126
+"""Exponent of a zero row, and lower bound of all: float32 has no normal numbers below."""
+
+SLACK = 1.001
+"""Covers the rounding of the norms and of the float32 product, or |P_u| could reach 1."""
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return y [M, U, R] = x [M, D] times w [U, R, D] transposed, plus bias [U, R]: one GEMM per unit."""
+    x32 = x.float()
+    blocks = [torch.mm(x32, unit.t()) for unit in w.float()]
+    if bias is not None:
+        blocks = [block.add_(row) for block, row in zip(blocks, bias.float(), strict=True)]
+    return join_units(blocks, x.dtype)
+
+
+def linear_wgrad(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Add dy [M, U, R] transposed times x [M, D] to out f32 [U, R, D]: a GEMM per unit, then an addition."""
+    x32 = x.float()
+    for block, target in zip(unit_blocks(dy), out, strict=True):
+        target.add_(torch.mm(block.t(), x32))
+
+
+def bias_grad(dy: torch.Tensor, out: torch.Tensor) -> None:
+    """Add the sum over tokens of dy [M, U, R] to out f32 [U, R]: one sum per unit, then one addition."""
+    for block, target in zip(unit_blocks(dy), out, strict=True):
+        target.add_(block.sum(0))
+
+
+def row_exponent(a: torch.Tensor) -> torch.Tensor:
+    """Return i32 [M]: the smallest e with SLACK * |a_iu| < 2^e for every unit u of a [M, U, R]."""
+    norms = [block.double().square_().sum(1) for block in unit_blocks(a)]
+    return _exponent(torch.stack(norms).amax(0))
+
+
+def column_exponent(w: torch.Tensor) -> torch.Tensor:
+    """Return i32 [D]: the smallest e with SLACK * |w_uj| < 2^e for every unit u of w [U, R, D]."""
+    norms = [unit.double().square_().sum(0) for unit in w]
+    return _exponent(torch.stack(norms).amax(0))
+
+
+def grid_bits(total_units: int) -> int:
+    """Return the bits of the grid: a unit's |P_u| < 0.999 takes less than 2^bits, all of them less than 2^31."""
+    return 31 - (total_units - 1).bit_length()
+
+
+def cut_matmul(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    row_exponent: torch.Tensor,
+    column_exponent: torch.Tensor,
+    total_units: int,
+    first_unit: int = 0,
+) -> torch.Tensor:
+    """Return i32 [M, D]: the local units' share of a [M, U, R] times w [U, R, D] on the common grid.
+
+    `first_unit` (the global id of the first local unit) is not needed here: leaves are units. Rows and
+    columns whose exponent is POISON hold no meaning.
+    """
+    row_scale = _power_of_two(-row_exponent, poison=0.0).float().unsqueeze(1)
+    column_scale = _power_of_two(-column_exponent, poison=0.0).float()
+    total = torch.zeros(a.shape[0], w.shape[2], dtype=torch.int32)
+    for block, unit in zip(unit_blocks(a), w.float(), strict=True):
+        product = torch.mm(block * row_scale, unit * column_scale)
+        total += product.mul_(2.0 ** grid_bits(total_units)).round_().to(torch.int32)
+    return total
+
+
+def finish(
+    total: torch.Tensor,
+    row_exponent: torch.Tensor,
+    column_exponent: torch.Tensor,
+    total_units: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return [M, D] of the sum over ranks of `cut_matmul`: exact in float64, then rounded to `dtype`."""
+    row_scale = _power_of_two(row_exponent, poison=torch.nan).unsqueeze(1)
+    column_scale = _power_of_two(column_exponent, poison=torch.nan) * 2.0 ** -grid_bits(total_units)
+    return total.double().mul_(row_scale).mul_(column_scale).to(dtype)
+
+
+def _exponent(square_sums: torch.Tensor) -> torch.Tensor:
+    """Return the exponents i32 of norms, given as f64 sums of squares that have kept NaN and infinity."""
+    norms = square_sums.sqrt().mul_(SLACK)
+    exponent = torch.frexp(norms).exponent.clamp_(min=MIN_EXPONENT)
+    return exponent.masked_fill_(~torch.isfinite(norms), POISON)
+
+
+def _power_of_two(exponent: torch.Tensor, poison: float) -> torch.Tensor:
+    """Return 2^exponent as float64, exactly (from its bits), and `poison` where |exponent| is POISON."""
+    poisoned = exponent.abs() >= POISON
+    bits = exponent.masked_fill(poisoned, 0).long().add_(1023).bitwise_left_shift_(52)
+    return bits.view(torch.float64).masked_fill_(poisoned, poison)

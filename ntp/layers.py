@@ -1,0 +1,147 @@
+"""The layers of a tensor-parallel model; each reads like the layer of a model on one GPU.
+
+A layer holds its weights (a rank's units, see `ntp.weight`) and the group of its replica's ranks, and keeps
+no other state. Activations between layers are [M, D] in the compute dtype and equal on every rank of the
+replica; inside a layer they are [M, U, ...], the rank's own units. Shapes as in `ntp.ops`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntp import ops
+from ntp.collectives import Group
+from ntp.weight import Weight
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the M tokens of a microbatch are laid out.
+
+    Attributes:
+        documents, positions: i32 [M]; attention stays inside equal documents, positions index the tables.
+        seq_len: tokens of a sequence; M is a multiple of it.
+        tables: cos and sin of the rotary embedding, f32 [seq_len, H/2] each.
+    """
+
+    documents: Tensor
+    positions: Tensor
+    seq_len: int
+    tables: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class ColumnParallelLinear:
+    """[M, D] -> [M, U, R]: each rank computes the outputs of its units."""
+
+    weight: Weight
+    group: Group
+    bias: Weight | None = None
+    last_use: bool = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.column_linear(x, self.weight, self.group, self.bias, self.last_use)
+
+
+@dataclass(frozen=True)
+class RowParallelLinear:
+    """[M, U, R] -> [M, D]: the sum over the units of all ranks, whatever the cut."""
+
+    weight: Weight
+    group: Group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.row_linear(x, self.weight, self.group)
+
+
+@dataclass(frozen=True)
+class VocabParallelEmbedding:
+    """ids [M] -> [M, D]."""
+
+    weight: Weight
+    group: Group
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return ops.embedding(ids, self.weight, self.group)
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """The norm of the residual stream: adds x to the residual, returns the normalised sum and the sum."""
+
+    weight: Weight
+    eps: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return ops.rms_norm(x, self.weight, self.eps), x
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention with rotary embedding and optional QK-norm; a unit is a KV group.
+
+    Attributes:
+        norms: QK-norm weights [H] of queries and keys, or None.
+    """
+
+    qkv: ColumnParallelLinear
+    output: RowParallelLinear
+    norms: tuple[Weight, Weight] | None
+    head_dim: int
+    eps: float
+
+    def __call__(self, x: Tensor, packing: Packing) -> Tensor:
+        qkv = self.qkv(x).unflatten(2, (-1, self.head_dim))
+        q, k, v = ops.qk_norm_rope(
+            qkv, packing.positions, packing.tables, self.norms, self.eps, self.qkv.weight, self.qkv.group
+        )
+        mixed = ops.attention(q, k, v, packing.documents, packing.seq_len)
+        return self.output(mixed.flatten(2))
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """The feed-forward layer; a unit is a block of gate, up and down columns."""
+
+    gate_up: ColumnParallelLinear
+    down: RowParallelLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up(x).unflatten(2, (2, -1))
+        return self.down(ops.swiglu(gate_up))
+
+
+@dataclass(frozen=True)
+class VocabParallelHead:
+    """The language-model head; no rank holds the logits of the whole vocabulary in training."""
+
+    projection: ColumnParallelLinear
+    vocab_size: int
+
+    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross entropy f64 [M] of every token, 0 where its target is ignored."""
+        projection = self.projection
+        return ops.token_losses(projection(x), targets, projection.weight, self.vocab_size, projection.group)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits f32 [M, vocabulary] on every rank, for tests and small models."""
+        local = self.projection(x).float().transpose(0, 1)
+        units = ops.gather_units(local, self.projection.weight, self.projection.group)
+        return units.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+
+
+def refresh_exponents(weights: Iterable[Weight], group: Group) -> None:
+    """Recompute the column exponents of every sharded weight; call it whenever `data` has changed.
+
+    One MAX over the ranks of the replica; every rank passes its weights in the same order.
+    """
+    sharded = [weight for weight in weights if weight.data.dim() == 3]
+    local = [ops.column_exponents(weight) for weight in sharded]
+    combined = torch.cat(local)
+    group.all_reduce(combined, "max")
+    for weight, exponent in zip(sharded, combined.split([part.numel() for part in local]), strict=True):
+        weight.column_exponent = exponent
