@@ -40,7 +40,8 @@ from ntp_launcher.processes import WorkerProcess, start_worker, stop_workers
 SETTLE_S = 1.0  # from the first failed exit to the judgement: consequences arrive within tens of milliseconds
 PEERS_S = 3.0  # for other agents to tell what they have seen
 FAREWELL_S = 5.0  # for other agents to read it
-STOP_S = 10.0  # from a signal to SIGKILL
+STOP_S = 10.0  # from a signal to the launcher until its workers get SIGKILL
+FAILED_STOP_S = 3.0  # the same after a failure, when there is nothing left to finish
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -53,19 +54,26 @@ class MeshAgent(SimpleElasticAgent):
         self.run_dir = Path()
         self._job, self._nodes = job, nodes
         self._board: Board | None = None
+        self._node = 0
         self._workers: list[WorkerProcess] = []
         self._exits: dict[int, Exit] = {}
         self._tails: list[TailLog] = []
 
+    @property
+    def log_dir(self) -> Path:
+        """Where the output of every rank goes, in a directory of its own."""
+        return Path(self._nodes.log_dir).absolute() if self._nodes.log_dir else self.run_dir / "logs"
+
     def _assign_worker_ranks(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """This node's live ranks, after the agents have agreed on the job, the blocks and the run directory."""
+        """This node's live ranks, once the agents agree on the job, the blocks and the run directory."""
         job, nodes = self._job, self._nodes
         self._board = Board(store, group_rank, group_world_size)
         claim = {"node": nodes.node_rank, "job": job.fingerprint(), "run_dir": proposed_run_dir()}
         claims = self._board.exchange("claim", claim)
         blocks = node_ranks([other["node"] for other in claims])
+        self._node = blocks[group_rank]
         for other, block in zip(claims, blocks, strict=True):
             if other["job"] != claim["job"]:
                 raise LaunchError(
@@ -74,13 +82,12 @@ class MeshAgent(SimpleElasticAgent):
         self.run_dir = prepare_run_dir(job, job.run_dir or claims[blocks.index(0)]["run_dir"])
         size = block_size(job.config.parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
         world = job.config.parallel.world_size
-        places = local_ranks(blocks[group_rank], size, job.plan.world)
+        places = local_ranks(self._node, size, job.plan.world)
         return [Worker(local, rank, rank, world, world) for rank, local in places.items()]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = worker_group.spec.max_restarts - self._remaining_restarts
-        logs = Path(self._nodes.log_dir).absolute() if self._nodes.log_dir else self.run_dir / "logs"
-        logs = logs / f"attempt{attempt}" if attempt else logs
+        logs = self.log_dir / f"attempt{attempt}" if attempt else self.log_dir
         rendezvous = _rendezvous_of(worker_group, attempt)
         self._exits = {}
         self._workers = []
@@ -127,8 +134,8 @@ class MeshAgent(SimpleElasticAgent):
             board.post("done", {})
             if not board.all_up("done"):
                 return RunResult(state=WorkerState.HEALTHY)
-        except RuntimeError as error:
-            return self._lose_store(error)
+        except RuntimeError:
+            return self._lose_store()
         return RunResult(
             state=WorkerState.SUCCEEDED,
             return_values={worker.global_rank: None for worker in worker_group.workers},
@@ -155,24 +162,28 @@ class MeshAgent(SimpleElasticAgent):
             exits = [Exit(**exit) for report in reports.values() for exit in report.get("exits", [])]
             notes = [report["note"] for report in reports.values() if "note" in report]
             self.failure = explain(exits, notes, silent=self._nodes.nnodes - len(reports))
-            board.farewell(FAREWELL_S)
+            self._leave(board)
         return RunResult(state=WorkerState.FAILED)
 
-    def _lose_store(self, error: RuntimeError) -> RunResult:
+    def _lose_store(self) -> RunResult:
         self._remaining_restarts = 0
-        self.failure = explain(self._exits.values(), silent=1)
-        if not self.failure:
-            self.failure = f"the rendezvous store is gone: {' '.join(str(error).split())[:200]}"
+        reason = explain(self._exits.values())
+        self.failure = f"lost the rendezvous store, its agent is gone{': ' if reason else ''}{reason}"
         return RunResult(state=WorkerState.FAILED)
+
+    def _leave(self, board: Board) -> None:
+        """Closes the rendezvous to late agents, then waits so that the host of the store leaves last."""
+        self._worker_group.spec.rdzv_handler.shutdown()
+        board.farewell(FAREWELL_S)
 
     def _exit_barrier(self) -> None:
-        """After success everywhere: the agent that hosts the store waits for the others to have seen it."""
+        """After success everywhere."""
         assert self._board is not None
         with contextlib.suppress(RuntimeError):
-            self._board.farewell(FAREWELL_S)
+            self._leave(self._board)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        self._shutdown()
+        self._shutdown(timeout=FAILED_STOP_S)
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = STOP_S, **_: Any
@@ -181,11 +192,15 @@ class MeshAgent(SimpleElasticAgent):
         cause = sys.exception()
         if self._board is not None and isinstance(cause, SignalException):
             with contextlib.suppress(RuntimeError):
-                self._board.post("failure", {"note": f"an agent was stopped by {cause.sigval.name}"})
-        stop_workers(self._workers, death_sig, timeout)
-        for tail in self._tails:
-            tail.stop()
-        self._tails = []
+                self._board.post(
+                    "failure", {"note": f"the agent of node {self._node} was stopped by {cause.sigval.name}"}
+                )
+        try:
+            stop_workers(self._workers, death_sig, timeout)
+        finally:  # also when a second signal cuts the wait short: a running tail would block our own exit
+            for tail in self._tails:
+                tail.stop()
+            self._tails = []
 
 
 def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
@@ -197,13 +212,22 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
     _quiet(job.config.log.level)
     for number in _SIGNALS:
         signal.signal(number, _raise_signal)
-    handler = _rendezvous_handler(nodes)
+    try:
+        return _run(job, nodes)
+    except SignalException as stop:
+        return 128 + stop.sigval.value, f"stopped by {stop.sigval.name}"
+    except RendezvousError as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return 1, f"no rendezvous at {nodes.rdzv_endpoint}: {reason}"
+
+
+def _run(job: Job, nodes: Nodes) -> tuple[int, str]:
     host, _, port = nodes.rdzv_endpoint.rpartition(":")
     static = nodes.rdzv_backend == "static"
     spec = WorkerSpec(
         role=DEFAULT_ROLE,
         local_world_size=block_size(job.config.parallel.world_size, nodes.nnodes, nodes.nproc_per_node),
-        rdzv_handler=handler,
+        rdzv_handler=_rendezvous_handler(nodes),
         entrypoint=job.worker_module,
         max_restarts=nodes.max_restarts,
         monitor_interval=nodes.monitor_interval,
@@ -211,20 +235,11 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
         master_port=int(port) if static else None,
     )
     agent = MeshAgent(spec, job, nodes)
-    try:
-        result = cast("RunResult | None", agent.run())
-    except SignalException as stop:
-        return 128 + stop.sigval.value, f"stopped by {stop.sigval.name}"
-    except RendezvousError as error:
-        return (
-            1,
-            f"no rendezvous at {nodes.rdzv_endpoint}: {' '.join(str(error).split()) or type(error).__name__}",
-        )
-    finally:
-        with contextlib.suppress(RendezvousError, RuntimeError):
-            handler.shutdown()
-    if result is None or result.is_failed():
-        return 1, agent.failure or "the rendezvous was closed by another agent"
+    result = cast("RunResult | None", agent.run())
+    if result is None:
+        return 1, "the rendezvous was closed by another agent"
+    if result.is_failed():
+        return 1, f"{agent.failure}; logs in {agent.log_dir}"
     return _check_summary(job, agent)
 
 
@@ -275,7 +290,7 @@ def _quiet(level: str) -> None:
     """Keeps torch's own running commentary off the terminal, except for `log.level: debug`."""
     if level != "debug":
         logger = logging.getLogger("torch.distributed")
-        logger.addHandler(logging.NullHandler())
+        logger.handlers = [logging.NullHandler()]
         logger.propagate = False
 
 

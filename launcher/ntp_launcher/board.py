@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 _POLL_S = 0.05
+_LINGER_S = 0.5
 
 
 class Store(Protocol):
@@ -55,9 +56,15 @@ class Board:
         return self._store.check([_key(topic, rank) for rank in range(self._size)])
 
     def farewell(self, timeout_s: float) -> None:
-        """Stays until every agent has come here, so that the one that hosts the store leaves last."""
+        """Stays until every agent has come here, and a moment longer.
+
+        One of the agents hosts the store, none knows which; the moment lets the others see that all are here
+        before the store goes.
+        """
         self._store.add("ntp/left", 1)
         _wait(lambda: self._store.add("ntp/left", 0) >= self._size, timeout_s)
+        if self._size > 1:
+            time.sleep(_LINGER_S)
 
 
 def _key(topic: str, rank: int) -> str:

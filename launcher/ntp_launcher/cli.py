@@ -31,8 +31,7 @@ class Stopped(BaseException):
 
 def main(argv: Sequence[str] | None = None, worker_module: str = "ntp.worker") -> int:
     """Runs the command line; returns the exit code."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
+    previous = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         args = build_parser(os.environ).parse_args(argv)
         return run(args, os.environ, worker_module)
@@ -42,6 +41,9 @@ def main(argv: Sequence[str] | None = None, worker_module: str = "ntp.worker") -
     except Stopped as stop:
         _complain(f"stopped by {stop}")
         return 128 + signal.Signals[str(stop)].value
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -57,7 +59,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="RANKS",
-        help="GPUs that do not exist: base-mesh ranks (3,5), coordinates (dp=0/tp=3) or @FILE with one a line",
+        help="GPUs that do not exist: base-mesh ranks (3,5), coordinates (dp=0/tp=3) or @FILE, one a line",
     )
     parser.add_argument(
         "--set",

@@ -26,8 +26,8 @@ def worker_environment(
 ) -> dict[str, str]:
     """The launcher's environment, torchrun's variables, and ours.
 
-    RANK is the base-mesh rank and WORLD_SIZE counts failed ranks too; LOCAL_RANK is the place (the GPU) on the
-    node. NTP_CONFIG is the resolved configuration as JSON, NTP_FAILED the failed ranks with commas.
+    RANK is the base-mesh rank and WORLD_SIZE counts failed ranks too; LOCAL_RANK is the place (the GPU) on
+    the node. NTP_CONFIG is the resolved configuration as JSON, NTP_FAILED the failed ranks with commas.
     """
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     world_size = str(job.config.parallel.world_size)

@@ -1,8 +1,8 @@
 """torchrun's options, in both spellings, with `PET_*` variables as defaults, turned into one value.
 
-What torchrun leaves to chance is fixed here: one node rendezvous on a free port of its own (torchrun's default
-port collides with the next job), and `--node-rank` counts with every backend. `--nnodes` is one number: a job
-whose node count may change is asked for with standbys.
+What torchrun leaves to chance is fixed here: a single node meets on a free port of its own (torchrun's
+default port collides with the next job), and `--node-rank` counts with every backend. `--nnodes` is one
+number: a job whose node count may change is asked for with standbys.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """One job as a value, and its run directory.
 
-The run directory gets `resolved.yaml` and `plan.json` before any worker starts. They depend on nothing but the
-configuration and the failed ranks, so several agents may write them into one shared directory.
+The run directory gets `resolved.yaml` and `plan.json` before any worker starts. They depend on nothing but
+the configuration and the failed ranks, so several agents may write them into one shared directory.
 """
 
 import json

@@ -16,7 +16,8 @@ _ERROR_LINE = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Fault|Kill
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|timed out)|connectionreset|broken pipe|closed by peer|"
     r"timed out waiting|wait timeout|socket (timeout|closed)|remote process exited|"
-    r"(nccl|gloo).*(remote error|unhandled system error|peer)|failed to (recv|send)|recvvalue|sendbytes|recvbytes|"
+    r"(nccl|gloo).*(remote error|unhandled system error|peer)|"
+    r"failed to (recv|send)|recvvalue|sendbytes|recvbytes|"
     r"dist(network|store|backend)error",
     re.IGNORECASE,
 )
@@ -92,7 +93,7 @@ def explain(exits: Iterable[Exit], notes: Sequence[str] = (), silent: int = 0) -
 
 
 def last_error_line(lines: Sequence[str], limit: int = 300) -> str:
-    """The line that names an error in the tail of a stderr log, else its last line; at most `limit` letters."""
+    """The line that names an error at the end of a stderr log, else its last line, cut to `limit` letters."""
     spoken = [line.strip() for line in lines if line.strip()]
     # In a chain of exceptions the last one is where the traceback ends.
     errors = [line for line in spoken if _ERROR_LINE.match(line)]

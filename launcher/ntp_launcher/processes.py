@@ -19,6 +19,7 @@ from ntp_launcher.outcome import last_error_line
 
 _TAIL_BYTES = 1 << 16
 _POLL_S = 0.02
+_KILL_S = 5.0  # a killed process is gone within milliseconds, or not at all
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class WorkerProcess:
         cannot yet belong to anyone else.
         """
         if self.popen.returncode is None:
-            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            if os.waitid(os.P_PID, self.popen.pid, options) is None:
+            if _is_running(self.popen):
                 return None
             self.send(signal.SIGKILL)
         return self.popen.wait()
@@ -73,7 +73,7 @@ def start_worker(rank: int, module: str, environ: Mapping[str, str], log_dir: Pa
 
 
 def stop_workers(workers: Iterable[WorkerProcess], signal_number: int, grace_s: float) -> None:
-    """Ends workers: the signal, `grace_s` seconds to obey it, then SIGKILL. Returns when none is left."""
+    """Ends workers: the signal, `grace_s` seconds to obey it, then SIGKILL. Returns when they are gone."""
     running = [worker for worker in workers if worker.poll() is None]
     for worker in running:
         worker.send(signal_number)
@@ -84,4 +84,12 @@ def stop_workers(workers: Iterable[WorkerProcess], signal_number: int, grace_s: 
         if worker.poll() is None:
             worker.send(signal.SIGKILL)
     for worker in running:
-        worker.popen.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # not even SIGKILL ends a wait inside a driver
+            worker.popen.wait(timeout=_KILL_S)
+
+
+def _is_running(popen: "subprocess.Popen[bytes]") -> bool:
+    """Looks without reaping where the system can."""
+    if not hasattr(os, "waitid"):
+        return popen.poll() is None
+    return os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
