@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor
-from tests.transformers_oracle import build_oracle, logical_tensors, stored_units
 
 from ntp.collectives import Group
 from ntp.config import ModelConfig
@@ -18,6 +17,7 @@ from ntp.parameters import parameter_specs
 from ntp.testing import SimulatedFabric, SimulatedWorld
 from ntp.units import UnitRange, spread
 from ntp.weight import Weight
+from tests.transformers_oracle import build_oracle, logical_tensors, stored_units
 
 SEQ_LEN, SEQUENCES = 24, 2
 
@@ -55,7 +55,7 @@ def _one_thread():
 
 @dataclass
 class Outcome:
-    """What a forward and backward give: losses [sequences], logits [M, vocabulary], gradients in units by name."""
+    """Losses [sequences], logits [M, vocabulary] and gradients in units, by name."""
 
     losses: Tensor
     logits: Tensor
@@ -87,7 +87,7 @@ def run(
     dtype: torch.dtype = torch.float32,
     microbatches: int = 1,
 ) -> Outcome:
-    """Run the model on `degree` simulated ranks; every rank's view of losses and logits must be the same bits."""
+    """Run the model on `degree` simulated ranks, which must see the same bits of losses and logits."""
     world, results = SimulatedWorld(30.0), {}
 
     def rank_body(rank: int) -> None:

@@ -18,7 +18,7 @@ from ntp.parameters import ParameterSpec
 
 
 def build_oracle(config: ModelConfig, seed: int = 0) -> torch.nn.Module:
-    """Return the `transformers` model of this shape in float32 with random weights, norms and biases included."""
+    """Return the `transformers` model of this shape in float32; all its weights are random."""
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **config.rope_scaling.model_dump()}

@@ -189,7 +189,7 @@ def adamw(
 
 
 def square_sums(x: Tensor) -> Tensor:
-    """Return the sums of squares f64 [n] of the rows of f32 x [n, block], in an order set by `block` alone."""
+    """Return the sums of squares f64 [n] of rows of f32 x [n, block], in an order set by `block` alone."""
     return _kernels(x, "adamw").square_sums(x)
 
 

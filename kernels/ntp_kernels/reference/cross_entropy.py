@@ -97,7 +97,7 @@ def _blocks(logits: torch.Tensor, first_unit: int, vocab_size: int) -> list[torc
 def _target_columns(
     logits: torch.Tensor, targets: torch.Tensor, first_unit: int, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the target's local column i64 [M] (0 where it is not local) and whether it is local, bool [M]."""
+    """Return the target's local column i64 [M] (0 where not local) and whether it is local, bool [M]."""
     _, units, width = logits.shape
     column = targets - first_unit * width
     owned = (column >= 0) & (column < units * width) & (targets < vocab_size)

@@ -65,7 +65,7 @@ def column_exponent(w: torch.Tensor) -> torch.Tensor:
 
 
 def grid_bits(total_units: int) -> int:
-    """Return the bits of the grid: a unit's |P_u| < 0.999 takes less than 2^bits, all of them less than 2^31."""
+    """Return the grid's bits: a unit's |P_u| < 0.999 takes less than 2^bits, their sum less than 2^31."""
     return 31 - (total_units - 1).bit_length()
 
 
@@ -106,8 +106,8 @@ def finish(
 
 def _exponent(square_sums: torch.Tensor) -> torch.Tensor:
     """Return the exponents i32 of norms, given as f64 sums of squares that have kept NaN and infinity."""
-    norms = square_sums.sqrt().mul_(SLACK)
-    exponent = torch.frexp(norms).exponent.clamp_(min=MIN_EXPONENT)
+    norms = square_sums.sqrt().mul_(SLACK).clamp_(min=2.0 ** (MIN_EXPONENT - 1))
+    exponent = torch.frexp(norms).exponent  # of zero it would be 0, hence the clamp
     return exponent.masked_fill_(~torch.isfinite(norms), POISON)
 
 
