@@ -35,6 +35,11 @@ class Group(ABC):
         self.rank = rank
         self.size = len(self.ranks)
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the member with the lowest process rank, the one that reports."""
+        return self.ranks[self.rank] == min(self.ranks)
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
         """Combine `tensor` over the group in place; a sum takes integers only."""
         assert op == "max" or not tensor.is_floating_point(), "a floating-point sum depends on its order"
@@ -155,4 +160,5 @@ class TorchFabric:
         process_group = dist.new_group([self._index[rank] for rank in ranks], use_local_synchronization=False)
         if self._rank not in ranks:
             return None
+        assert isinstance(process_group, dist.ProcessGroup)
         return TorchGroup(ranks, list(ranks).index(self._rank), process_group)

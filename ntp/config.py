@@ -216,7 +216,9 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
         if self.global_batch % self.micro_batch:
-            raise ValueError(f"global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch}")
+            raise ValueError(
+                f"global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch}"
+            )
         return self
 
 
@@ -299,7 +301,9 @@ def _explain(error: ValidationError) -> str:
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     if first["type"] == "extra_forbidden":
         names = [str(part) for part in first["loc"] if isinstance(part, str)]
-        return f"unknown key {path}={_short(first['input'])}; the nearest known key is {_nearest(names)}{more}"
+        return (
+            f"unknown key {path}={_short(first['input'])}; the nearest known key is {_nearest(names)}{more}"
+        )
     if first["type"] == "missing":
         return f"{path}: missing, and it has no default{more}"
     if first["type"] == "value_error":

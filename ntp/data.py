@@ -65,6 +65,11 @@ class Batch:
     positions: torch.Tensor
     target_tokens: int
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`."""
+        tensors = (self.inputs, self.targets, self.documents, self.positions)
+        return Batch(*(tensor.to(device) for tensor in tensors), self.target_tokens)
+
 
 @dataclass(frozen=True)
 class Datasets:

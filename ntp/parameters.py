@@ -1,8 +1,9 @@
 """Which parameters a model has, how each is stored in units, and its logical form.
 
-Storage: every sharded parameter is *rows of units*, `[units, rows, hidden]` (a bias `[units, rows]`). Weights
-whose contraction dimension is sharded (o_proj, down_proj) are stored transposed, so that the sharded dimension
-is always the rows; the trainer then needs three GEMM forms only. A replicated parameter is one unit.
+Storage: every sharded parameter is *rows of units*, `[units, rows, hidden]` (a bias `[units, rows]`).
+Weights whose contraction dimension is sharded (o_proj, down_proj) are stored transposed: the sharded
+dimension is then always the rows, and the trainer needs three GEMM forms only. A replicated parameter is one
+unit.
 
 Logical form: the tensors of the Hugging Face layout (`model.layers.0.self_attn.q_proj.weight`), without
 padding. A storage unit is a stack of `Part`s, each a block of rows of one logical tensor.

@@ -1,7 +1,7 @@
 """The plan: one pure value that says who owns which units and who computes which microbatches.
 
-`make_plan(config, failed)` is a function of its arguments alone, so that every process computes the same plan
-and nothing has to be agreed by message but the set of failed ranks. Process ranks are base-mesh ranks: replica
+`make_plan(config, failed)` is a function of its arguments alone: every process computes the same plan and
+nothing has to be agreed by message but the set of failed ranks. Process ranks are base-mesh ranks: replica
 `r`, position `p` is rank `r * tp + p`; standbys are the ranks from `dp * tp` up.
 """
 
@@ -54,6 +54,8 @@ class Plan:
         base_degree: the degree that the configuration asks for.
         units: number of units of each kind.
         groups: gradient groups in a step.
+        group_size: microbatches in a group; the last may be short.
+        microbatches: microbatches in a step.
         replicas: the replicas that compute, by coordinate.
         dropped: coordinates that do not, each with the reason.
         standbys: live ranks that hold no shard.
@@ -64,6 +66,8 @@ class Plan:
     base_degree: int
     units: Mapping[UnitKind, int]
     groups: int
+    group_size: int
+    microbatches: int
     replicas: tuple[Replica, ...]
     dropped: tuple[tuple[int, str], ...]
     standbys: tuple[int, ...]
@@ -75,9 +79,18 @@ class Plan:
         return tuple(rank for replica in self.replicas for rank in replica.members)
 
     @property
+    def reporter(self) -> int:
+        """The worker that writes metrics and whose output is shown: the one with the lowest rank."""
+        return min(self.workers)
+
+    @property
     def world(self) -> tuple[int, ...]:
         """Every process rank that is started, ascending."""
         return tuple(sorted((*self.workers, *self.standbys)))
+
+    def microbatches_of(self, group: int) -> range:
+        """The microbatches of one gradient group, in the order in which they are folded."""
+        return range(self.microbatches)[group * self.group_size : (group + 1) * self.group_size]
 
     def replica_of(self, rank: int) -> Replica:
         """The replica that `rank` works in; KeyError for a standby."""
@@ -93,6 +106,8 @@ class Plan:
             "base_degree": self.base_degree,
             "units": {kind.value: count for kind, count in self.units.items()},
             "groups": self.groups,
+            "group_size": self.group_size,
+            "microbatches": self.microbatches,
             "replicas": [_replica_json(replica) for replica in self.replicas],
             "dropped": [{"index": index, "reason": reason} for index, reason in self.dropped],
             "standbys": list(self.standbys),
@@ -126,11 +141,15 @@ def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0)
     size = config.train.grad_group
     groups = count_units(len(microbatches), size)
     shares = assign_groups(groups, [len(members) for members in kept.values()])
+    owners = {
+        degree: {kind: spread(count, degree, _EXTRAS_FIRST[kind]) for kind, count in units.items()}
+        for degree in {len(members) for members in kept.values()}
+    }
     replicas = tuple(
         Replica(
             index=index,
             members=members,
-            owners={kind: spread(n, len(members), _EXTRAS_FIRST[kind]) for kind, n in units.items()},
+            owners=owners[len(members)],
             groups=share,
             microbatches=microbatches[share.start * size : share.stop * size],
         )
@@ -141,6 +160,8 @@ def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0)
         base_degree=parallel.tp,
         units=units,
         groups=groups,
+        group_size=size,
+        microbatches=len(microbatches),
         replicas=replicas,
         dropped=dropped,
         standbys=tuple(sorted((*idle, *spilled))),
@@ -148,7 +169,9 @@ def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0)
     )
 
 
-def _fill(dp: int, tp: int, standbys: int, failed: frozenset[int]) -> tuple[list[list[int | None]], list[int]]:
+def _fill(
+    dp: int, tp: int, standbys: int, failed: frozenset[int]
+) -> tuple[list[list[int | None]], list[int]]:
     """Live rank (or None) at every position, after standbys have taken over what they can.
 
     A standby goes to the replica that misses most ranks, to its lowest missing position.

@@ -94,7 +94,9 @@ class SimulatedWorld:
             if self.error is not None:
                 raise MeshBrokenError("another rank failed") from self.error
             if not complete:
-                raise MeshBrokenError(f"collective {key}: {len(self._posted.get(key, ()))} of {size} ranks came")
+                raise MeshBrokenError(
+                    f"collective {key}: {len(self._posted.get(key, ()))} of {size} ranks came"
+                )
             values = [self._posted[key][place] for place in range(size)]
             self._unread[key] = self._unread.get(key, size) - 1
             if self._unread[key] == 0:
@@ -134,7 +136,9 @@ class SimulatedGroup(Group):
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         values = torch.stack(self._world.collect(self._post(tensor.clone()), self.size))
-        torch.sum(values, 0, dtype=tensor.dtype, out=tensor) if op == "sum" else torch.amax(values, 0, out=tensor)
+        torch.sum(values, 0, dtype=tensor.dtype, out=tensor) if op == "sum" else torch.amax(
+            values, 0, out=tensor
+        )
 
     def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         return torch.cat(self._world.collect(self._post(tensor.clone()), self.size))

@@ -1,7 +1,8 @@
 """A stand-in for the worker: writes down what the launcher told it, then ends as STUB_<rank> says.
 
-STUB_<rank> is one of: `ok` (default), `exit:N`, `kill:N`, `raise:MESSAGE`, `hang`, `lose` (wait for the file
-`trigger` in the run directory, then report a broken connection), `deaf` (hang and ignore SIGTERM).
+STUB_<rank> is one of: `ok` (default), `exit:N`, `kill:N`, `raise:MESSAGE` (all three once STUB_COUNT workers
+are up), `once` (exit with 5, but only before a restart), `lose` (report a broken connection after another
+worker has ended), `hang` (with a child process), `deaf` (the same, and ignore SIGTERM).
 """
 
 import json
@@ -12,18 +13,23 @@ import sys
 import time
 from pathlib import Path
 
+PATIENCE_S = 60
+
 
 def main() -> None:
-    rank = os.environ["RANK"]
-    run_dir = Path(os.environ["NTP_RUN_DIR"])
-    keys = [k for k in os.environ if k.startswith(("NTP_", "MASTER_", "TORCHELASTIC_"))]
-    known = {key: os.environ[key] for key in [*keys, "RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS"]}
-    (run_dir / f"env{rank}.json").write_text(json.dumps({**known, "pid": os.getpid()}))
-    sys.stdout.write(f"hello from {rank}\n")
-    sys.stdout.flush()
+    rank, run_dir = os.environ["RANK"], Path(os.environ["NTP_RUN_DIR"])
     action, _, argument = os.environ.get(f"STUB_{rank}", "ok").partition(":")
+    sys.stdout.write(f"hello from {rank}\n")
+    sys.stderr.write(f"rank {rank} warns\n")
+    child = subprocess.Popen(["sleep", "600"]) if action in ("hang", "deaf") else None
+    if action == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pids = [os.getpid(), *([child.pid] if child else [])]
+    draft = run_dir / f"draft{rank}"
+    draft.write_text(json.dumps({"pids": pids, "environ": dict(os.environ)}))
+    draft.rename(run_dir / f"seen{rank}.json")
     if action in ("exit", "kill", "raise"):
-        _wait_for_all(run_dir)
+        wait(lambda: len(list(run_dir.glob("seen*.json"))) >= int(os.environ["STUB_COUNT"]))
         (run_dir / "trigger").touch()
     if action == "exit":
         sys.exit(int(argument))
@@ -31,28 +37,19 @@ def main() -> None:
         os.kill(os.getpid(), int(argument))
     if action == "raise":
         raise ValueError(argument)
+    if action == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        sys.exit(5)
     if action == "lose":
-        _wait_for(run_dir / "trigger")
+        wait((run_dir / "trigger").exists)
         raise RuntimeError("Connection closed by peer [127.0.0.1]:3333")
-    if action == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if action in ("hang", "deaf"):
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        time.sleep(600)
+    if child:
+        time.sleep(PATIENCE_S)
     (run_dir / "summary.json").write_text("{}")
 
 
-def _wait_for_all(run_dir: Path) -> None:
-    """Until as many workers as STUB_COUNT says are up."""
-    deadline = time.monotonic() + 30
-    while len(list(run_dir.glob("env*.json"))) < int(os.environ.get("STUB_COUNT", "1")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
+def wait(condition) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

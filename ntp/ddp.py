@@ -1,0 +1,163 @@
+"""Data-parallel gradient synchronisation, between replicas of equal and of different degree.
+
+    for index in ddp.microbatches():          # the microbatches of this replica, group by group
+        model.loss(batch(index)).backward()   # adds into each weight's main_grad
+    gradients = ddp.sync()                    # sums over the global batch, this rank's slices
+
+The sum is the fixed tree of `ntp.schedule` on every mesh: a replica sends the tree nodes that it could sum,
+the carrier of a slice completes the tree. Exchange of a bucket starts as soon as the backward of the last
+microbatch has finished its parameters.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ntp.buffers import Bucket, NonuniformTPParamAndGradBuffer, ParamAndGradBuffer
+from ntp.collectives import Mesh
+from ntp.parameters import ParameterSpec, slice_of
+from ntp.plan import Plan
+from ntp.reshard import Manifest, Parcel, post
+from ntp.schedule import Node, complete, fold_of
+
+Gradients = Mapping[str, Tensor]
+"""Parameter name -> summed gradient of this rank's slice, float32 `[carried units, slice elements]`."""
+
+
+class Trainable(Protocol):
+    """What the wrappers need of a weight."""
+
+    data: Tensor
+    main_grad: Tensor | None
+    on_grad_ready: "GradReady | None"
+
+
+class GradReady(Protocol):
+    """Called when the backward has added a microbatch's gradient of a weight to its main_grad."""
+
+    def __call__(self) -> None: ...
+
+
+class DistributedDataParallel:
+    """Gradient synchronisation where every replica has the same degree.
+
+    Args:
+        specs: every parameter, canonical order.
+        weights: the tensors that compute, by parameter name; their `data`, `main_grad` and `on_grad_ready`
+            are bound to this object's storage.
+        overlap: start exchanges behind the backward rather than after it. The bits are the same.
+        bucket_elements: how many elements of the whole model's gradient are exchanged at once.
+    """
+
+    buffer_class: type[ParamAndGradBuffer] = ParamAndGradBuffer
+
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        weights: Mapping[str, Trainable],
+        plan: Plan,
+        mesh: Mesh,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        overlap: bool = True,
+        bucket_elements: int = 1 << 22,
+    ):
+        self.buffer = self.buffer_class(specs, plan, mesh, dtype, torch.device(device))
+        self._plan = plan
+        self._weights = weights
+        self._overlap = overlap
+        self._buckets = self.buffer.buckets(bucket_elements)
+        self._manifests = [self.buffer.gradient_manifest(bucket.specs) for bucket in self._buckets]
+        self._nodes = _nodes_by_rank(plan)
+        self._merges = self.buffer.fold.merges[-1] if self.buffer.fold.merges else 0
+        self._missing: list[set[str]] = []
+        self._parcels: list[Parcel] = []
+        for spec in self.buffer.specs:
+            weights[spec.name].data = self.buffer.view(self.buffer.parameters, spec)
+
+    def microbatches(self) -> Iterator[int]:
+        """Yield the index of each microbatch that this replica computes in a step."""
+        self._missing = [{spec.name for spec in bucket.specs} for bucket in self._buckets]
+        for group, merges in zip(self.buffer.replica.groups, self.buffer.fold.merges, strict=True):
+            flat = self.buffer.begin_group()
+            for spec in self.buffer.specs:
+                self._weights[spec.name].main_grad = self.buffer.view(flat, spec)
+            members = self._plan.microbatches_of(group)
+            last_group = group == self.buffer.replica.groups[-1]
+            for index in members:
+                if self._overlap and last_group and index == members[-1]:
+                    self._watch()
+                yield index
+            if not last_group:
+                self.buffer.merge(merges, 0, flat.numel())
+                self.buffer.pop(merges)
+
+    def sync(self) -> Gradients:
+        """Finish the exchange and return this rank's slices of the summed gradient."""
+        while len(self._parcels) < len(self._buckets):
+            self._start()
+        gradients: dict[str, Tensor] = {}
+        for bucket, manifest, parcel in zip(self._buckets, self._manifests, self._parcels, strict=True):
+            gradients |= self._complete(bucket, manifest, parcel.wait())
+        self._parcels = []
+        for weight in self._weights.values():
+            weight.on_grad_ready = None
+        self.buffer.clear()
+        return gradients
+
+    def _watch(self) -> None:
+        for place, bucket in enumerate(self._buckets):
+            for spec in bucket.specs:
+                self._weights[spec.name].on_grad_ready = self._ready(place, spec.name)
+
+    def _ready(self, place: int, name: str) -> GradReady:
+        def ready() -> None:
+            self._missing[place].discard(name)
+            while len(self._parcels) < len(self._buckets) and not self._missing[len(self._parcels)]:
+                self._start()
+
+        return ready
+
+    def _start(self) -> None:
+        """Start the exchange of the next bucket; every rank starts them in the same order."""
+        place = len(self._parcels)
+        bucket, manifest = self._buckets[place], self._manifests[place]
+        self.buffer.merge(self._merges, bucket.start, bucket.stop)
+        sums = self.buffer.sums(self._merges)
+        outgoing = [(part.peer, self.buffer.rectangle(s, part)) for part in manifest.sends for _, s in sums]
+        incoming = [(part.peer, part.elements) for part in manifest.receives for _ in self._nodes[part.peer]]
+        like = self.buffer.parameters.new_empty(0, dtype=torch.float32)
+        self._parcels.append(post(self.buffer.group, outgoing, incoming, like))
+
+    def _complete(self, bucket: Bucket, manifest: Manifest, pieces: list[Tensor]) -> dict[str, Tensor]:
+        place = self._plan.replicas.index(self.buffer.replica)
+        nodes: dict[str, dict[Node, Tensor]] = {spec.name: {} for spec in bucket.specs}
+        arrived = iter(pieces)
+        bounds = {spec.name: slice_of(spec, place, len(self._plan.replicas)) for spec in bucket.specs}
+        for part in manifest.receives:
+            carried = self.buffer.carried(part.spec)
+            start, stop = bounds[part.spec.name]
+            for node in self._nodes[part.peer]:
+                piece = next(arrived).view(len(part.units), stop - start)
+                if len(part.units) == len(carried):
+                    nodes[part.spec.name][node] = piece
+                    continue
+                whole = nodes[part.spec.name].setdefault(node, piece.new_empty(len(carried), stop - start))
+                part.of(whole, carried, first=start).copy_(piece)
+        return {name: complete(sums, self._plan.groups) for name, sums in nodes.items() if sums}
+
+
+class NonuniformTPDistributedDataParallel(DistributedDataParallel):
+    """Gradient synchronisation across replicas of any degrees: one exchange over mismatched shards."""
+
+    buffer_class = NonuniformTPParamAndGradBuffer
+
+
+def _nodes_by_rank(plan: Plan) -> dict[int, tuple[Node, ...]]:
+    return {
+        rank: fold_of(replica.groups, plan.groups).nodes
+        for replica in plan.replicas
+        for rank in replica.members
+    }

@@ -1,0 +1,188 @@
+"""AdamW whose state is sharded over replicas, with a gradient norm that no mesh can move.
+
+Each rank keeps float32 masters and moments of its slices (`ntp.parameters.slice_of`) in flat buffers of fixed
+blocks. The norm is a float64 sum per fixed block, blocks added in canonical order on every rank; the clip
+coefficient is computed once from that; the update is elementwise. `commit` ends with the return of the
+updated parameters, in compute precision, to every rank that holds them.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntp import ops
+from ntp.buffers import NonuniformTPParamAndGradBuffer, ParamAndGradBuffer
+from ntp.collectives import Group
+from ntp.config import OptimizerConfig
+from ntp.initial import initial_units
+from ntp.parameters import BLOCK, ParameterSpec, slice_of
+from ntp.reshard import post
+from ntp.units import UnitRange
+
+Gradients = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One parameter's slice: elements `[start, stop)` of `units`, blocks `[first, last)` of the flat state.
+
+    A unit's share fills whole blocks; the rest of its last block is zero.
+    """
+
+    spec: ParameterSpec
+    units: UnitRange
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    def blocks(self, flat: Tensor) -> Tensor:
+        """`[units, blocks * BLOCK]` of the flat state, padding included."""
+        return flat[self.first * BLOCK : self.last * BLOCK].view(len(self.units), -1)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """`[units, stop - start]` of the flat state."""
+        return self.blocks(flat)[:, : self.stop - self.start]
+
+
+class DistributedOptimizer:
+    """AdamW over this rank's slices where every replica has the same degree.
+
+    Args:
+        buffer: the rank's storage; `buffer.parameters` receives the initial and the updated parameters.
+        world: the group of every worker, over which norms are combined.
+        config: learning-rate independent settings.
+        seed: of the initial weights.
+        init_std: standard deviation of normally distributed initial weights.
+    """
+
+    buffer_class: type[ParamAndGradBuffer] = ParamAndGradBuffer
+
+    def __init__(
+        self, buffer: ParamAndGradBuffer, world: Group, config: OptimizerConfig, seed: int, init_std: float
+    ):
+        assert type(buffer) is self.buffer_class, type(buffer)
+        self.buffer = buffer
+        self.slices = tuple(self._layout())
+        self._world = world
+        self._config = config
+        self._manifest = buffer.parameter_manifest(buffer.specs)
+        self._block_ids = self._global_blocks()
+        self._total_blocks = sum(spec.units * spec.blocks for spec in buffer.specs)
+        blocks = self.slices[-1].last if self.slices else 0
+        device = buffer.parameters.device
+        self.master, self.exp_avg, self.exp_avg_sq, self._gradient = (
+            torch.zeros(blocks * BLOCK, dtype=torch.float32, device=device) for _ in range(4)
+        )
+        self._initialise(seed, init_std)
+
+    def commit(self, gradients: Gradients, tokens: int, learning_rate: float, step: int) -> float:
+        """Clip, update and send the new parameters to their holders; collective over the workers.
+
+        Args:
+            gradients: what `sync` returned: sums of token losses' gradients.
+            tokens: target tokens in the global batch.
+            learning_rate: of this step.
+            step: number of this step, from 1.
+
+        Returns:
+            The norm of the mean gradient before clipping.
+        """
+        for part in self.slices:
+            part.of(self._gradient).copy_(gradients[part.spec.name])
+        norm = math.sqrt(self._square_sum()) / tokens
+        limit = self._config.max_grad_norm
+        scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+        self._gradient.mul_(scale / tokens)
+        self._update(learning_rate, step)
+        self.return_parameters()
+        return norm
+
+    def return_parameters(self) -> None:
+        """Send every slice's master, in compute precision, to the ranks that hold its units."""
+        dtype = self.buffer.parameters.dtype
+        by_name = {part.spec.name: part for part in self.slices}
+        outgoing: list[tuple[int, Tensor]] = []
+        for sent in self._manifest.sends:
+            part = by_name[sent.spec.name]
+            master = part.of(self.master)[part.units.local(sent.units)]
+            outgoing.append((sent.peer, master.to(dtype)))
+        incoming = [(part.peer, part.elements) for part in self._manifest.receives]
+        pieces = post(self.buffer.group, outgoing, incoming, self.buffer.parameters).wait()
+        for part, piece in zip(self._manifest.receives, pieces, strict=True):
+            target = self.buffer.rectangle(self.buffer.parameters, part)
+            target.copy_(piece.view(target.shape))
+
+    def _layout(self) -> Iterator[Slice]:
+        """Slices in canonical order, those with weight decay first."""
+        replicas = self.buffer.plan.replicas
+        place = replicas.index(self.buffer.replica)
+        first = 0
+        for decay in (True, False):
+            for spec in self.buffer.specs:
+                units = self.buffer.carried(spec)
+                start, stop = slice_of(spec, place, len(replicas))
+                if spec.decay is decay and units and stop > start:
+                    last = first + len(units) * -(-(stop - start) // BLOCK)
+                    yield Slice(spec, units, start, stop, first, last)
+                    first = last
+
+    def _initialise(self, seed: int, init_std: float) -> None:
+        for spec in self.buffer.specs:
+            held = self.buffer.held[spec.name]
+            values = initial_units(spec, held, seed, init_std).to(self.buffer.parameters.device)
+            self.buffer.view(self.buffer.parameters, spec).view(len(held), -1).copy_(values)
+            for part in self.slices:
+                if part.spec is spec:
+                    part.of(self.master).copy_(values[held.local(part.units), part.start : part.stop])
+
+    def _global_blocks(self) -> Tensor:
+        """Canonical number of every block of the flat state; -1 where another rank's copy enters the norm."""
+        first_of: dict[str, int] = {}
+        total = 0
+        for spec in self.buffer.specs:
+            first_of[spec.name] = total
+            total += spec.units * spec.blocks
+        ids: list[int] = []
+        for part in self.slices:
+            counted = self.buffer.counts(part.spec)
+            blocks = range(part.start // BLOCK, -(-part.stop // BLOCK))
+            for unit in part.units:
+                base = first_of[part.spec.name] + unit * part.spec.blocks
+                ids += [base + block if counted else -1 for block in blocks]
+        return torch.tensor(ids, dtype=torch.int64, device=self.buffer.parameters.device)
+
+    def _square_sum(self) -> float:
+        """Sum of squares of the whole gradient, the same bits on every rank of every mesh."""
+        sums = ops.square_sums(self._gradient.view(-1, BLOCK))
+        counted = self._block_ids >= 0
+        every = torch.zeros(self._total_blocks, dtype=torch.float64, device=sums.device)
+        every[self._block_ids[counted]] = sums[counted]
+        self._world.all_reduce(every.view(torch.int64))  # each block is non-zero on one rank: bits are kept
+        return math.fsum(every.tolist())
+
+    def _update(self, learning_rate: float, step: int) -> None:
+        betas, eps, weight_decay = self._config.betas, self._config.eps, self._config.weight_decay
+        split = next((part.first for part in self.slices if not part.spec.decay), None)
+        split = len(self.master) if split is None else split * BLOCK
+        for region, decay in ((slice(0, split), weight_decay), (slice(split, None), 0.0)):
+            ops.adamw(
+                self.master[region],
+                self.exp_avg[region],
+                self.exp_avg_sq[region],
+                self._gradient[region],
+                learning_rate,
+                *betas,
+                eps,
+                decay,
+                step,
+            )
+
+
+class NonuniformTPOptimizer(DistributedOptimizer):
+    """AdamW over slices whose gradients and parameters cross between replicas of different degrees."""
+
+    buffer_class = NonuniformTPParamAndGradBuffer

@@ -1,0 +1,168 @@
+"""Who sends which rectangle of a parameter to whom, and the one collective that carries it.
+
+A *rectangle* is a range of units times an element range inside every unit. Two kinds of transfer exist in a
+step, mirror images of each other:
+
+* gradients: from the ranks that computed them to the *carrier* of the optimizer slice, one per replica slice;
+* parameters: from the carriers to every rank that holds the units.
+
+Both come from `moves` between owner tables, whatever the degrees of the replicas are.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ntp.collectives import Group, Handle
+from ntp.parameters import ParameterSpec, slice_of
+from ntp.plan import Plan, Replica
+from ntp.units import OwnerTable, UnitRange, moves
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """`units` x elements `[start, stop)` of `spec`, to or from the process rank `peer`."""
+
+    spec: ParameterSpec
+    peer: int
+    units: UnitRange
+    start: int
+    stop: int
+
+    @property
+    def elements(self) -> int:
+        return len(self.units) * (self.stop - self.start)
+
+    def of(self, tensor: Tensor, held: UnitRange, first: int = 0) -> Tensor:
+        """This rectangle in `tensor` `[len(held), elements]`, whose first column is element `first`."""
+        flat = tensor.view(len(held), prod(tensor.shape[1:]))
+        return flat[held.local(self.units), self.start - first : self.stop - first]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What one rank sends and receives, each ordered by peer, parameter and unit."""
+
+    sends: tuple[Rectangle, ...]
+    receives: tuple[Rectangle, ...]
+
+
+Tables = Callable[[ParameterSpec, Replica], OwnerTable]
+"""For one parameter: which rank of a replica has which units."""
+
+
+def holders(spec: ParameterSpec, replica: Replica) -> OwnerTable:
+    """The units that every rank of a replica computes with."""
+    if spec.kind is None:
+        return dict.fromkeys(replica.members, UnitRange(0, 1))
+    return replica.owner_table(spec.kind)
+
+
+def carriers(spec: ParameterSpec, replica: Replica) -> OwnerTable:
+    """The units of which each rank of a replica exchanges the gradient: every unit once.
+
+    A replicated parameter has one carrier, chosen by turns so that no rank carries them all.
+    """
+    if spec.kind is None:
+        return {replica.members[spec.index % replica.degree]: UnitRange(0, 1)}
+    return replica.owner_table(spec.kind)
+
+
+def gradient_manifest(plan: Plan, rank: int, specs: Iterable[ParameterSpec], carried_by: Tables) -> Manifest:
+    """Gradient rectangles from every replica to the carriers of the slices."""
+    mine = plan.replica_of(rank)
+    sends: list[Rectangle] = []
+    receives: list[Rectangle] = []
+    for spec in specs:
+        here = _only(carried_by(spec, mine), rank)
+        for place, replica in enumerate(plan.replicas):
+            there = carried_by(spec, replica)
+            start, stop = slice_of(spec, place, len(plan.replicas))
+            sends += [Rectangle(spec, m.target, m.units, start, stop) for m in moves(here, there)]
+            start, stop = slice_of(spec, plan.replicas.index(mine), len(plan.replicas))
+            receives += [Rectangle(spec, m.source, m.units, start, stop) for m in moves(there, here)]
+    return _ordered(sends, receives)
+
+
+def parameter_manifest(
+    plan: Plan, rank: int, specs: Iterable[ParameterSpec], carried_by: Tables, held_by: Tables
+) -> Manifest:
+    """Parameter rectangles from the carriers of the slices to every holder."""
+    mine = plan.replica_of(rank)
+    sends: list[Rectangle] = []
+    receives: list[Rectangle] = []
+    for spec in specs:
+        carried, held = _only(carried_by(spec, mine), rank), _only(held_by(spec, mine), rank)
+        for place, replica in enumerate(plan.replicas):
+            start, stop = slice_of(spec, plan.replicas.index(mine), len(plan.replicas))
+            sends += [
+                Rectangle(spec, m.target, m.units, start, stop)
+                for m in moves(carried, held_by(spec, replica))
+            ]
+            start, stop = slice_of(spec, place, len(plan.replicas))
+            receives += [
+                Rectangle(spec, m.source, m.units, start, stop)
+                for m in moves(carried_by(spec, replica), held)
+            ]
+    return _ordered(sends, receives)
+
+
+def _only(table: OwnerTable, rank: int) -> OwnerTable:
+    return {rank: table[rank]} if rank in table else {}
+
+
+def _ordered(sends: Iterable[Rectangle], receives: Iterable[Rectangle]) -> Manifest:
+    def order(rectangle: Rectangle) -> tuple[int, int, UnitRange]:
+        return rectangle.peer, rectangle.spec.index, rectangle.units
+
+    return Manifest(
+        tuple(sorted((r for r in sends if r.elements), key=order)),
+        tuple(sorted((r for r in receives if r.elements), key=order)),
+    )
+
+
+@dataclass(slots=True)
+class Parcel:
+    """A transfer under way."""
+
+    handle: Handle
+    pieces: list[Tensor]
+    source: Tensor  # kept alive until the transfer is done
+
+    def wait(self) -> list[Tensor]:
+        """The received pieces, 1-D, in the order in which they were announced."""
+        self.handle.wait()
+        return self.pieces
+
+
+def post(
+    group: Group, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, int]], like: Tensor
+) -> Parcel:
+    """Start one all-to-all that carries every piece.
+
+    Args:
+        group: the ranks that take part; all of them call.
+        outgoing: (process rank, tensor) pairs; for each peer in the order in which it expects them.
+        incoming: (process rank, number of elements) pairs; for each peer in the order in which it sends them.
+        like: gives dtype and device.
+    """
+    place = {rank: index for index, rank in enumerate(group.ranks)}
+    source_splits, output_splits = [0] * group.size, [0] * group.size
+    for rank, piece in outgoing:
+        source_splits[place[rank]] += piece.numel()
+    for rank, elements in incoming:
+        output_splits[place[rank]] += elements
+    to_send = [piece.reshape(-1) for _, piece in sorted(outgoing, key=lambda item: place[item[0]])]
+    source = torch.cat(to_send) if to_send else like.new_empty(0)
+    output = like.new_empty(sum(output_splits))
+    handle = group.all_to_all(output, source, output_splits, source_splits)
+    cursors = [sum(output_splits[:index]) for index in range(group.size)]
+    pieces: list[Tensor] = []
+    for rank, elements in incoming:
+        start = cursors[place[rank]]
+        cursors[place[rank]] += elements
+        pieces.append(output[start : start + elements])
+    return Parcel(handle, pieces, source)

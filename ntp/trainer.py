@@ -1,0 +1,178 @@
+"""The training loop of one worker: what happens in a step, on any mesh.
+
+`Trainer` knows no files, no processes and no environment; `ntp.worker` runs it in a real process,
+`ntp.testing` in a thread. What it returns depends on the configuration, the data and the step alone.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from ntp.collectives import Mesh
+from ntp.config import Config
+from ntp.data import Batch, Datasets
+from ntp.ddp import DistributedDataParallel, NonuniformTPDistributedDataParallel
+from ntp.evidence import StateHashes, state_hashes
+from ntp.layers import refresh_exponents
+from ntp.learning_rate import learning_rate
+from ntp.model import Model
+from ntp.optim import DistributedOptimizer, NonuniformTPOptimizer
+from ntp.parameters import ParameterSpec, parameter_specs
+from ntp.plan import Plan
+from ntp.reshard import holders
+from ntp.weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a committed step computed, the same on every worker.
+
+    Attributes:
+        loss: mean cross entropy of the global batch in nats, before the update.
+        grad_norm: norm of the mean gradient, before clipping.
+        tokens: target tokens in the global batch.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a worker holds and computes: evidence that the work is really divided.
+
+    Attributes:
+        parameter_bytes: bytes of the parameters that the worker computes with.
+        gemm_flops: floating-point operations of its matrix products in the first step.
+    """
+
+    parameter_bytes: int
+    gemm_flops: int
+
+
+class Trainer:
+    """One worker of a job.
+
+    Args:
+        plan: who owns what; `mesh` are the groups that follow from it.
+        datasets: what `ntp.data.open_datasets` returned.
+        device: where to compute.
+    """
+
+    def __init__(self, config: Config, plan: Plan, mesh: Mesh, datasets: Datasets, device: torch.device):
+        self.config, self.plan, self.mesh = config, plan, mesh
+        self._datasets, self._device = datasets, device
+        specs = parameter_specs(config.model)
+        self.weights = make_weights(specs, plan, mesh.rank)
+        self.ddp, self.optimizer = wrap(config, specs, self.weights, plan, mesh, device)
+        self.model = Model(config.model, self.weights, mesh.tensor, config.train.seq_len)
+        refresh_exponents(self.weights.values(), mesh.tensor)
+        self._gemm_flops = 0
+
+    def step(self, step: int) -> StepResult:
+        """Run and commit step `step` (from 1); collective over the workers."""
+        if step == 1:
+            with FlopCounterMode(display=False) as counter:
+                losses = self._accumulate(step)
+            self._gemm_flops = counter.get_total_flops()
+        else:
+            losses = self._accumulate(step)
+        gradients = self.ddp.sync()
+        loss, tokens = self._combine(losses)
+        rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
+        norm = self.optimizer.commit(gradients, tokens, rate, step)
+        refresh_exponents(self.weights.values(), self.mesh.tensor)
+        return StepResult(step, loss, norm, rate, tokens)
+
+    def evaluate(self) -> float:
+        """Mean cross entropy of the held-out sequences; collective over the workers."""
+        assert self._datasets.held_out is not None
+        replicas, place = len(self.plan.replicas), self.plan.replicas.index(self.ddp.buffer.replica)
+        losses: dict[int, tuple[Tensor, int]] = {}
+        with torch.no_grad():
+            for number in range(place, self.config.data.eval_sequences, replicas):
+                batch = self._datasets.held_out.batch([number]).to(self._device)
+                losses[number] = self.model.loss(batch), batch.target_tokens
+        return self._combine(losses, self.config.data.eval_sequences)[0]
+
+    def hashes(self) -> StateHashes:
+        """Hashes of the whole state; collective over the workers."""
+        return state_hashes(self.optimizer, self.mesh.workers)
+
+    def usage(self) -> Usage:
+        """Of the worker that uses most; collective over the workers."""
+        held = sum(w.data.numel() * w.data.element_size() for w in self.weights.values())
+        largest = torch.tensor([held, self._gemm_flops], device=self._device)
+        self.mesh.workers.all_reduce(largest, "max")
+        return Usage(*largest.tolist())
+
+    def _accumulate(self, step: int) -> dict[int, tuple[Tensor, int]]:
+        """Losses and target tokens of this replica's microbatches, by the number of their first sequence."""
+        train = self.config.train
+        losses: dict[int, tuple[Tensor, int]] = {}
+        for index in self.ddp.microbatches():
+            batch = self.batch(step, index)
+            loss = self.model.loss(batch)
+            loss.sum().backward()
+            losses[index * train.micro_batch] = loss.detach(), batch.target_tokens
+        return losses
+
+    def batch(self, step: int, index: int) -> Batch:
+        """Microbatch `index` of step `step` (from 1): a function of the configuration alone."""
+        train = self.config.train
+        first = (step - 1) * train.global_batch + index * train.micro_batch
+        return self._datasets.train.batch(range(first, first + train.micro_batch)).to(self._device)
+
+    def _combine(
+        self, losses: Mapping[int, tuple[Tensor, int]], sequences: int | None = None
+    ) -> tuple[float, int]:
+        """Mean loss per token and number of tokens over all replicas, sequences in canonical order."""
+        sequences = sequences or self.config.train.global_batch
+        bits = torch.zeros(sequences + 1, dtype=torch.int64, device=self._device)
+        if self.mesh.tensor.rank == 0:
+            for first, (loss, tokens) in losses.items():
+                bits[first : first + loss.numel()] = loss.double().view(torch.int64)
+                bits[-1] += tokens
+        self.mesh.workers.all_reduce(bits)  # each sequence is non-zero on one rank: bits are kept
+        tokens = int(bits[-1])
+        return math.fsum(bits[:-1].view(torch.float64).tolist()) / tokens, tokens
+
+
+def make_weights(specs: Sequence[ParameterSpec], plan: Plan, rank: int) -> dict[str, Weight]:
+    """A weight for every parameter, with this rank's units; the wrappers bind its storage."""
+    replica = plan.replica_of(rank)
+
+    def weights() -> Iterator[Weight]:
+        for spec in specs:
+            held = holders(spec, replica)[rank]
+            yield Weight(spec.name, torch.empty(0), total_units=spec.units, first_unit=held.start)
+
+    return {weight.name: weight for weight in weights()}
+
+
+def wrap(
+    config: Config,
+    specs: Sequence[ParameterSpec],
+    weights: Mapping[str, Weight],
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+) -> tuple[DistributedDataParallel, DistributedOptimizer]:
+    """The wrappers that fit the plan: the only place that asks whether the degrees are equal."""
+    if len({replica.degree for replica in plan.replicas}) == 1:
+        ddp_class, optimizer_class = DistributedDataParallel, DistributedOptimizer
+    else:
+        ddp_class, optimizer_class = NonuniformTPDistributedDataParallel, NonuniformTPOptimizer
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.train.dtype]
+    ddp = ddp_class(specs, weights, plan, mesh, dtype, device, overlap=config.parallel.overlap_exchange)
+    optimizer = optimizer_class(
+        ddp.buffer, mesh.workers, config.optimizer, config.train.seed, config.model.initializer_range
+    )
+    return ddp, optimizer
