@@ -31,18 +31,15 @@ IGNORED = -100
 """Target of a token without a loss."""
 
 _CHUNK = 4096
-_TILE = 4096
-
-
-def ce_max(logits: torch.Tensor, first_unit: int, vocab_size: int) -> torch.Tensor:
-    """Return the largest logit f32 [M] of the shard's real columns: +Inf for NaN, -Inf without columns."""
-    return ce_statistics(logits, first_unit, vocab_size)[0]
+_ROWS = 16
 
 
 def ce_statistics(
     logits: torch.Tensor, first_unit: int, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row maximum f32 [M] as `ce_max` and the unit statistics f32 [M, U, 2] for `ce_sums`.
+    """Return the largest logit f32 [M] of the shard's real columns, and f32 [M, U, 2] for `ce_sums`.
+
+    The row maximum is +Inf for a row with NaN and -Inf without a real column.
 
     Order of a unit's sum: chunks of at most 4096 columns left to right; lane j of a chunk is added to lane j
     of the running sums (rescaled when the maximum grows), then one fixed tree over the lanes.
@@ -65,23 +62,20 @@ def ce_sums(
     targets: torch.Tensor,
     first_unit: int,
     vocab_size: int,
-    statistics: torch.Tensor | None = None,
+    statistics: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `sum exp(logit - row_max)` i64 [M] in units of 2^-40 and the target logit's f32 bits i32 [M].
 
     `row_max` f32 [M] is the maximum over all ranks, `targets` i64 [M] are token ids or -100. The bits are 0
-    where the target is not in this shard. Without `statistics` (from `ce_statistics`) the logits are read
-    again, same bits. Each unit's f32 sum is multiplied by `exp(unit maximum - row_max)`, rounded half up to
-    the grid, and added as int64.
+    where the target is not in this shard. Each unit's f32 sum is multiplied by `exp(unit maximum - row_max)`,
+    rounded half up to the grid, and added as int64; the logits are read at the target only.
     """
     tokens, units, width = logits.shape
-    if statistics is None:
-        statistics = ce_statistics(logits, first_unit, vocab_size)[1]
     sums = logits.new_empty(tokens, dtype=torch.int64)
     bits = logits.new_empty(tokens, dtype=torch.int32)
-    _sums_kernel[(tokens,)](
-        logits, statistics, row_max, targets, sums, bits, units, first_unit * width, vocab_size,
-        V=width, UNITS=triton.next_power_of_2(units), GRID=float(2**GRID_BITS), num_warps=1,
+    _sums_kernel[(triton.cdiv(tokens, _ROWS),)](
+        logits, statistics, row_max, targets, sums, bits, tokens, units, first_unit * width, vocab_size,
+        V=width, UNITS=triton.next_power_of_2(units), GRID=float(2**GRID_BITS), ROWS=_ROWS, num_warps=4,
     )  # fmt: skip
     return sums, bits
 
@@ -104,10 +98,10 @@ def ce_backward(
     out = torch.empty_like(logits) if out is None else out
     assert out.shape == logits.shape
     assert out.is_contiguous()
-    columns = units * width
-    _backward_kernel[(tokens, triton.cdiv(columns, _TILE))](
-        logits, lse, targets, out, columns, first_unit * width, vocab_size,
-        SKIP=IGNORED, TILE=_TILE, num_warps=4,
+    chunk = min(triton.next_power_of_2(width), _CHUNK)
+    _backward_kernel[(tokens, units * triton.cdiv(width, chunk))](
+        logits, lse, targets, out, units, first_unit * width, vocab_size,
+        V=width, CHUNK=chunk, SKIP=IGNORED, num_warps=max(1, chunk // 1024),
     )  # fmt: skip
     return out
 
@@ -125,9 +119,9 @@ def _statistics_kernel(
         sums = tl.zeros([CHUNK], tl.float32)
         for first in range(0, V, CHUNK):
             column = first + lane
-            inside = (column < V) & (unit * V + column < limit)
-            x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32)
-            x = tl.where(x == x, x, float("inf"))
+            # Only the mask by V, a multiple of 16, keeps the loads 16 bytes wide.
+            x = tl.load(base + column, mask=column < V, other=float("-inf")).to(tl.float32)
+            x = tl.where(unit * V + column < limit, tl.where(x == x, x, float("inf")), float("-inf"))
             new_top = tl.maximum(top, tl.max(x, axis=0))
             # Without a real column so far the maximum is -Inf: subtract 0, the exponentials are 0 anyway.
             origin = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -140,41 +134,44 @@ def _statistics_kernel(
     tl.store(row_max_ptr + row, row_max)
 
 
-@triton.jit(do_not_specialize=["units", "first_column", "vocab_size"])
+@triton.jit(do_not_specialize=["tokens", "units", "first_column", "vocab_size"])
 def _sums_kernel(
-    logits_ptr, statistics_ptr, row_max_ptr, targets_ptr, sums_ptr, bits_ptr, units, first_column, vocab_size,
-    V: tl.constexpr, UNITS: tl.constexpr, GRID: tl.constexpr,
+    logits_ptr, statistics_ptr, row_max_ptr, targets_ptr, sums_ptr, bits_ptr, tokens, units, first_column, vocab_size,
+    V: tl.constexpr, UNITS: tl.constexpr, GRID: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < tokens
     unit = tl.arange(0, UNITS)
-    statistics = statistics_ptr + (row * units + unit) * 2
-    row_max = tl.load(row_max_ptr + row)
-    top = tl.load(statistics, mask=unit < units, other=float("-inf"))
-    part = tl.load(statistics + 1, mask=unit < units, other=0.0)
-    below = row_max - top
+    statistics = statistics_ptr + (row[:, None] * units + unit[None, :]) * 2
+    inside = live[:, None] & (unit < units)[None, :]
+    top = tl.load(statistics, mask=inside, other=float("-inf"))
+    part = tl.load(statistics + 1, mask=inside, other=0.0)
+    below = tl.load(row_max_ptr + row, mask=live, other=0.0)[:, None] - top
     usable = below < float("inf")  # false for an empty unit, a poisoned row and a poisoned unit (NaN)
     scaled = tl.where(usable, part * tl.exp(tl.where(usable, -below, 0.0)), 0.0)
     whole = tl.floor(scaled.to(tl.float64) * GRID + 0.5).to(tl.int64)
-    tl.store(sums_ptr + row, tl.sum(whole, axis=0))
-    column = tl.load(targets_ptr + row) - first_column
-    owned = (column >= 0) & (column < units * V) & (column + first_column < vocab_size)
+    tl.store(sums_ptr + row, tl.sum(whole, axis=1), mask=live)
+    name = tl.load(targets_ptr + row, mask=live, other=-1)
+    column = name - first_column
+    owned = (column >= 0) & (column < units * V) & (name < vocab_size)
     logit = tl.load(logits_ptr + row * units * V + column, mask=owned, other=0.0).to(tl.float32)
-    tl.store(bits_ptr + row, tl.where(owned, logit.to(tl.int32, bitcast=True), 0))
+    tl.store(bits_ptr + row, tl.where(owned, logit.to(tl.int32, bitcast=True), 0), mask=live)
 
 
-@triton.jit(do_not_specialize=["columns", "first_column", "vocab_size"])
+@triton.jit(do_not_specialize=["units", "first_column", "vocab_size"])
 def _backward_kernel(
-    logits_ptr, lse_ptr, targets_ptr, out_ptr, columns, first_column, vocab_size,
-    SKIP: tl.constexpr, TILE: tl.constexpr,
+    logits_ptr, lse_ptr, targets_ptr, out_ptr, units, first_column, vocab_size,
+    V: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    # The row length is a multiple of 16 (units are), which keeps the accesses 16 bytes wide.
-    start = tl.multiple_of(row * columns, 16)
-    lse = tl.load(lse_ptr + row)
+    chunks: tl.constexpr = (V + CHUNK - 1) // CHUNK
+    unit = tl.program_id(1) // chunks
+    column = tl.program_id(1) % chunks * CHUNK + tl.arange(0, CHUNK)
+    inside = column < V
+    offsets = (row * units + unit) * V + column
+    x = tl.load(logits_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    name = first_column + unit * V + column
     target = tl.load(targets_ptr + row)
-    x = tl.load(logits_ptr + start + column, mask=column < columns, other=0.0).to(tl.float32)
-    gradient = tl.exp(x - lse) - tl.where(column + first_column == target, 1.0, 0.0)
-    live = (column + first_column < vocab_size) & (target != SKIP)
-    gradient = tl.where(live, gradient, 0.0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + start + column, gradient, mask=column < columns)
+    gradient = tl.exp(x - tl.load(lse_ptr + row)) - tl.where(name == target, 1.0, 0.0)
+    gradient = tl.where((name < vocab_size) & (target != SKIP), gradient, 0.0)
+    tl.store(out_ptr + offsets, gradient.to(out_ptr.dtype.element_ty), mask=inside)

@@ -6,7 +6,7 @@ Face Llama: with halves (a, b) of a head, `(a cos - b sin, b cos + a sin)`. fp32
 output.
 
 What moves no bits: everything but the norms is elementwise; a head's norm is one program's sum whose order
-depends on H alone. Norm weight gradients are per unit (heads and token blocks in fixed order), so the caller
+depends on H alone. Norm weight gradients are per unit (token blocks and heads in fixed order), so the caller
 can add units in global unit order on any mesh. No atomics.
 """
 
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .norm import fold_token_blocks
 
-TOKEN_BLOCK = 16
+TOKEN_BLOCK = 32
 """Tokens whose norm weight gradients one program folds. Part of the numerics."""
 
 
@@ -34,18 +34,18 @@ def qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q [M, U, G, H], k [M, U, H], v [M, U, H] and rstd f32 [M, U, G+1] (queries, then the key).
 
-    qkv [M, U, G+2, H]; positions i32 [M] index the tables cos, sin f32 [P, H/2]. A weight [H] of None: no
-    norm, and rstd is 1 there. The norm comes before the rotation.
+    qkv [M, U, G+2, H]; positions i32 [M] index the tables cos, sin f32 [P, H/2]. A weight [H] of None: no norm,
+    and rstd is 1 there. The norm comes before the rotation; v is a copy.
     """
     tokens, units, heads, size = _check(qkv, cos, sin)
     group = heads - 2
     q = qkv.new_empty(tokens, units, group, size)
     k, v = qkv.new_empty(tokens, units, size), qkv.new_empty(tokens, units, size)
     rstd = qkv.new_empty(tokens, units, group + 1, dtype=torch.float32)
-    _forward_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), units)](
-        qkv, positions, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else
-        k_weight, q, k, v, rstd, eps, tokens, units, G=group, H=size, TOKENS=TOKEN_BLOCK, Q_NORM=q_weight is
-        not None, K_NORM=k_weight is not None, num_warps=4,
+    _forward_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), units, heads)](
+        qkv, positions, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
+        q, k, v, rstd, eps, tokens, units,
+        G=group, H=size, TOKENS=TOKEN_BLOCK, Q_NORM=q_weight is not None, K_NORM=k_weight is not None, num_warps=4,
     )  # fmt: skip
     return q, k, v, rstd
 
@@ -64,8 +64,8 @@ def qk_norm_rope_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return dqkv [M, U, G+2, H] and the norm weight gradients per unit, f32 [U, H] each (None without a norm).
 
-    Order of a unit's weight gradient: in each block of 16 tokens, heads in order, each by a fixed tree over
-    the tokens; then the blocks of the call by `norm.fold_token_blocks`.
+    Order of a unit's weight gradient: the tokens of a block by one fixed tree, then the blocks of the call by
+    `norm.fold_token_blocks`, then the query heads of the group by the same fold.
     """
     tokens, units, heads, size = _check(qkv, cos, sin)
     assert dq.is_contiguous()
@@ -74,8 +74,8 @@ def qk_norm_rope_backward(
     dqkv = torch.empty_like(qkv)
     blocks = triton.cdiv(tokens, TOKEN_BLOCK)
     normed = q_weight is not None or k_weight is not None
-    partial = qkv.new_empty((blocks, units, 2, size) if normed else (1,), dtype=torch.float32)
-    _backward_kernel[(blocks, units)](
+    partial = qkv.new_empty((blocks, units, heads - 1, size) if normed else (1,), dtype=torch.float32)
+    _backward_kernel[(blocks, units, heads)](
         dq, dk, dv, qkv, positions, cos, sin,
         qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, rstd,
         dqkv, partial, tokens, units,
@@ -84,21 +84,46 @@ def qk_norm_rope_backward(
     )  # fmt: skip
     if not normed:
         return dqkv, None, None
-    total = fold_token_blocks(partial.view(blocks, -1)).view(units, 2, size)
-    dq_weight = total[:, 0].contiguous() if q_weight is not None else None
-    return dqkv, dq_weight, total[:, 1].contiguous() if k_weight is not None else None
+    total = fold_token_blocks(partial.view(blocks, -1)).view(units, heads - 1, size)
+    dq_weight = dk_weight = None
+    if q_weight is not None:
+        dq_weight = fold_token_blocks(total[:, :-1].transpose(0, 1).reshape(heads - 2, -1)).view(units, size)
+    if k_weight is not None:
+        dk_weight = total[:, -1].contiguous()
+    return dqkv, dq_weight, dk_weight
 
 
 def _check(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[int, int, int, int]:
     tokens, units, heads, size = qkv.shape
     assert qkv.is_contiguous()
-    assert size % 16 == 0
+    assert size >= 16
     assert size & (size - 1) == 0
-    assert cos.shape[1] == sin.shape[1] == size // 2
-    assert cos.dtype == sin.dtype == torch.float32
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
+    for table in (cos, sin):
+        assert table.is_contiguous()
+        assert table.dtype == torch.float32
+        assert table.shape[1] == size // 2
     return tokens, units, heads, size
+
+
+@triton.jit
+def _rows(tokens, TOKENS: tl.constexpr):
+    """Return the program's token rows [TOKENS] and which of them exist."""
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    return row, row < tokens
+
+
+@triton.jit
+def _load_halves(pointer, row, mask, H: tl.constexpr):
+    """Load both halves [TOKENS, H/2] of heads that start at rows `row` of [*, H]."""
+    source = pointer + row[:, None] * H + tl.arange(0, H // 2)[None, :]
+    return tl.load(source, mask=mask, other=0.0), tl.load(source + H // 2, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_halves(pointer, row, mask, low, high, H: tl.constexpr):
+    target = pointer + row[:, None] * H + tl.arange(0, H // 2)[None, :]
+    tl.store(target, low.to(pointer.dtype.element_ty), mask=mask)
+    tl.store(target + H // 2, high.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -110,38 +135,48 @@ def _rotation(positions_ptr, cos_ptr, sin_ptr, row, live, H: tl.constexpr):
     return tl.load(cos_ptr + offsets), tl.load(sin_ptr + offsets)
 
 
+@triton.jit
+def _head_weight(q_weight_ptr, k_weight_ptr, head, G: tl.constexpr, H: tl.constexpr, Q_NORM, K_NORM):
+    """Return whether the head is normed, and both halves [1, H/2] of its weight (1 where it is not)."""
+    normed = (head < G and Q_NORM) or (head == G and K_NORM)
+    pointer = q_weight_ptr
+    if head == G:
+        pointer = k_weight_ptr
+    lane = tl.arange(0, H // 2)[None, :]
+    low = tl.load(pointer + lane, mask=normed & (lane >= 0), other=1.0).to(tl.float32)
+    high = tl.load(pointer + H // 2 + lane, mask=normed & (lane >= 0), other=1.0).to(tl.float32)
+    return normed, low, high
+
+
 @triton.jit(do_not_specialize=["tokens", "units"])
 def _forward_kernel(
     qkv_ptr, positions_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, q_ptr, k_ptr, v_ptr, rstd_ptr, eps,
     tokens, units, G: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
 ):  # fmt: skip
-    half: tl.constexpr = H // 2
-    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    live = row < tokens
+    head = tl.program_id(2)
+    row, live = _rows(tokens, TOKENS)
     mask = live[:, None]
-    cos, sin = _rotation(positions_ptr, cos_ptr, sin_ptr, row, live, H)
     unit_row = row * units + tl.program_id(1)
-    lane = tl.arange(0, half)[None, :]
-    for head in tl.static_range(G + 1):
-        source = qkv_ptr + (unit_row * (G + 2) + head)[:, None] * H + lane
-        a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+    low, high = _load_halves(qkv_ptr, unit_row * (G + 2) + head, mask, H)
+    # A branch per output, not a chosen pointer: a pointer behind a branch loses its alignment and the wide stores.
+    if head > G:
+        _store_halves(v_ptr, unit_row, mask, low, high, H)
+    else:
+        a, b = low.to(tl.float32), high.to(tl.float32)
         rstd = tl.full([TOKENS], 1.0, tl.float32)
-        if Q_NORM if head < G else K_NORM:
-            weight_ptr = q_weight_ptr if head < G else k_weight_ptr
-            rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / H + eps)
-            a = a * rstd[:, None] * tl.load(weight_ptr + lane).to(tl.float32)
-            b = b * rstd[:, None] * tl.load(weight_ptr + half + lane).to(tl.float32)
+        if Q_NORM or K_NORM:
+            normed, weight_a, weight_b = _head_weight(q_weight_ptr, k_weight_ptr, head, G, H, Q_NORM, K_NORM)
+            rstd = tl.where(normed, tl.rsqrt(tl.sum(a * a + b * b, axis=1) / H + eps), 1.0)
+            a = a * rstd[:, None] * weight_a
+            b = b * rstd[:, None] * weight_b
         tl.store(rstd_ptr + unit_row * (G + 1) + head, rstd, mask=live)
-        target = (
-            q_ptr + (unit_row * G + head)[:, None] * H if head < G else k_ptr + unit_row[:, None] * H
-        ) + lane
-        tl.store(target, (a * cos - b * sin).to(q_ptr.dtype.element_ty), mask=mask)
-        tl.store(target + half, (b * cos + a * sin).to(q_ptr.dtype.element_ty), mask=mask)
-    column = tl.arange(0, H)[None, :]
-    value = tl.load(qkv_ptr + (unit_row * (G + 2) + G + 1)[:, None] * H + column, mask=mask, other=0.0)
-    tl.store(v_ptr + unit_row[:, None] * H + column, value, mask=mask)
+        cos, sin = _rotation(positions_ptr, cos_ptr, sin_ptr, row, live, H)
+        c, d = a * cos - b * sin, b * cos + a * sin
+        if head < G:
+            _store_halves(q_ptr, unit_row * G + head, mask, c, d, H)
+        else:
+            _store_halves(k_ptr, unit_row, mask, c, d, H)
 
 
 @triton.jit(do_not_specialize=["tokens", "units"])
@@ -151,42 +186,34 @@ def _backward_kernel(
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
 ):  # fmt: skip
     half: tl.constexpr = H // 2
-    block, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = block * TOKENS + tl.arange(0, TOKENS)
-    live = row < tokens
+    head = tl.program_id(2)
+    row, live = _rows(tokens, TOKENS)
     mask = live[:, None]
-    cos, sin = _rotation(positions_ptr, cos_ptr, sin_ptr, row, live, H)
-    unit_row = row * units + unit
-    lane = tl.arange(0, half)[None, :]
-    total_a = tl.zeros([half], tl.float32)
-    total_b = tl.zeros([half], tl.float32)
-    for head in tl.static_range(G + 1):
-        source = (
-            dq_ptr + (unit_row * G + head)[:, None] * H if head < G else dk_ptr + unit_row[:, None] * H
-        ) + lane
-        u = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+    unit_row = row * units + tl.program_id(1)
+    target = unit_row * (G + 2) + head
+    if head > G:
+        low, high = _load_halves(dv_ptr, unit_row, mask, H)
+        _store_halves(dqkv_ptr, target, mask, low, high, H)
+    else:
+        if head < G:
+            low, high = _load_halves(dq_ptr, unit_row * G + head, mask, H)
+        else:
+            low, high = _load_halves(dk_ptr, unit_row, mask, H)
+        cos, sin = _rotation(positions_ptr, cos_ptr, sin_ptr, row, live, H)
+        u, w = low.to(tl.float32), high.to(tl.float32)
         da, db = u * cos + w * sin, w * cos - u * sin
-        offsets = (unit_row * (G + 2) + head)[:, None] * H + lane
-        if Q_NORM if head < G else K_NORM:
-            weight_ptr = q_weight_ptr if head < G else k_weight_ptr
+        if Q_NORM or K_NORM:
+            normed, weight_a, weight_b = _head_weight(q_weight_ptr, k_weight_ptr, head, G, H, Q_NORM, K_NORM)
             rstd = tl.load(rstd_ptr + unit_row * (G + 1) + head, mask=live, other=0.0)[:, None]
-            a = tl.load(qkv_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * rstd
-            b = tl.load(qkv_ptr + offsets + half, mask=mask, other=0.0).to(tl.float32) * rstd
-            total_a += tl.sum(da * a, axis=0)
-            total_b += tl.sum(db * b, axis=0)
-            da *= tl.load(weight_ptr + lane).to(tl.float32)
-            db *= tl.load(weight_ptr + half + lane).to(tl.float32)
+            a, b = _load_halves(qkv_ptr, target, mask, H)
+            a, b = a.to(tl.float32) * rstd, b.to(tl.float32) * rstd
+            block = tl.program_id(0).to(tl.int64) * units + tl.program_id(1)
+            part = partial_ptr + (block * (G + 1) + head) * H + tl.arange(0, half)
+            tl.store(part, tl.sum(da * a, axis=0))
+            tl.store(part + half, tl.sum(db * b, axis=0))
+            da *= weight_a
+            db *= weight_b
             mean = (tl.sum(da * a + db * b, axis=1) / H)[:, None]
-            da, db = rstd * (da - a * mean), rstd * (db - b * mean)
-        tl.store(dqkv_ptr + offsets, da.to(dqkv_ptr.dtype.element_ty), mask=mask)
-        tl.store(dqkv_ptr + offsets + half, db.to(dqkv_ptr.dtype.element_ty), mask=mask)
-        if (Q_NORM or K_NORM) and head >= G - 1:  # the queries' total is complete after head G - 1
-            target = partial_ptr + ((block * units + unit) * 2 + head - (G - 1)) * H + tl.arange(0, half)
-            tl.store(target, total_a)
-            tl.store(target + half, total_b)
-            total_a = tl.zeros([half], tl.float32)
-            total_b = tl.zeros([half], tl.float32)
-    column = tl.arange(0, H)[None, :]
-    dv = tl.load(dv_ptr + unit_row[:, None] * H + column, mask=mask, other=0.0)
-    tl.store(dqkv_ptr + (unit_row * (G + 2) + G + 1)[:, None] * H + column, dv, mask=mask)
+            da = tl.where(normed, rstd * (da - a * mean), da)
+            db = tl.where(normed, rstd * (db - b * mean), db)
+        _store_halves(dqkv_ptr, target, mask, da, db, H)
