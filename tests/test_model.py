@@ -3,6 +3,7 @@
 import math
 import threading
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.transformers_oracle import build_oracle, logical_tensors, stored_unit
 
 SEQ_LEN, SEQUENCES = 24, 2
 
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 80,
     "intermediate_size": 100,
     "num_hidden_layers": 2,
@@ -32,7 +33,7 @@ TINY = {
     "ffn_unit": 16,
     "vocab_unit": 16,
 }
-SCALING = {
+SCALING: dict[str, Any] = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

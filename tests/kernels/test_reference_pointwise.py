@@ -79,9 +79,8 @@ def test_qk_norm_and_rope_agree_with_float64(norm: bool):
     )
     (qkv64,) = wide(qkv)
     one = torch.ones(U, H)
-    q_weight64, k_weight64 = wide(
-        *(one if weight is None else one * weight for weight in (q_weight, k_weight))
-    )
+    per_unit = [one if weight is None else one * weight for weight in (q_weight, k_weight)]
+    q_weight64, k_weight64 = wide(*per_unit)
     c, s = cos[positions].double()[:, None, None], sin[positions].double()[:, None, None]
 
     def rotate(x: Tensor, weight: Tensor) -> Tensor:

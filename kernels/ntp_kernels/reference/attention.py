@@ -20,7 +20,7 @@ def attention(
     whose `document` (i32 [M]) equals its own.
     """
     out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for rows, hidden in _sequences(document, seq_len):
         for unit in range(q.shape[1]):
             scores = _scores(q[rows, unit], k[rows, unit], hidden, scale)
@@ -61,7 +61,7 @@ def attention_backward(
 
 def _sequences(document: torch.Tensor, seq_len: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield for each sequence its rows and which (query, key) pairs are hidden, bool [S, S]."""
-    future = torch.ones(seq_len, seq_len, dtype=torch.bool).triu_(1)
+    future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=document.device).triu_(1)
     for start in range(0, document.shape[0], seq_len):
         rows = slice(start, start + seq_len)
         ids = document[rows]

@@ -82,11 +82,11 @@ def cut_matmul(
     `first_unit` (the global id of the first local unit) is not needed here: leaves are units. Rows and
     columns whose exponent is POISON hold no meaning.
     """
-    row_scale = _power_of_two(-row_exponent, poison=0.0).float().unsqueeze(1)
-    column_scale = _power_of_two(-column_exponent, poison=0.0).float()
-    total = torch.zeros(a.shape[0], w.shape[2], dtype=torch.int32)
-    for block, unit in zip(unit_blocks(a), w.float(), strict=True):
-        product = torch.mm(block * row_scale, unit * column_scale)
+    scaled_a = a.float() * _power_of_two(-row_exponent, poison=0.0).float()[:, None, None]
+    scaled_w = w.float() * _power_of_two(-column_exponent, poison=0.0).float()
+    total = torch.zeros(a.shape[0], w.shape[2], dtype=torch.int32, device=a.device)
+    for block, unit in zip(unit_blocks(scaled_a), scaled_w, strict=True):
+        product = torch.mm(block, unit)
         total += product.mul_(2.0 ** grid_bits(total_units)).round_().to(torch.int32)
     return total
 
