@@ -98,6 +98,8 @@ def nodes_from(args: argparse.Namespace) -> Nodes:
         raise LaunchError(f"--node-rank {args.node_rank} is out of range for --nnodes {args.nnodes}")
     if backend == "static" and args.max_restarts:
         raise LaunchError(f"--max-restarts {args.max_restarts} needs a rendezvous backend other than static")
+    if endpoint is None and backend not in (None, "c10d", "static") and not args.standalone:
+        raise LaunchError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT")
     if args.standalone or endpoint is None:
         backend, endpoint = "c10d", "localhost:0"
     return Nodes(
