@@ -88,7 +88,8 @@ def attention_backward(
     )
     rows, columns, warps, stages = _KEY_TILES[size]
     _key_kernel[(units, triton.cdiv(seq_len, columns), sequences)](
-        _tiles(q, rows), _tiles(k, columns), _tiles(v, columns), _tiles(dout, rows), lse2, delta, bounds, dk, dv,
+        _tiles(q, rows), _tiles(k, columns), _tiles(v, columns), _tiles(dout, rows),
+        _runs(lse2, rows), _runs(delta, rows), _runs(bounds, rows), bounds, dk, dv,
         *shared, G=group, H=size, ROWS=rows, COLUMNS=columns, WIDEN=_interpreted(q),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -113,6 +114,11 @@ def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
     assert x.is_contiguous()
     flat = x.view(x.shape[0], -1)
     return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, x.shape[-1]])
+
+
+def _runs(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Describe a contiguous x as one long vector read in runs of `rows`."""
+    return TensorDescriptor(x.view(-1), [x.numel()], [1], [rows])
 
 
 def _interpreted(x: torch.Tensor) -> bool:
@@ -220,25 +226,24 @@ def _delta_kernel(
 
 @triton.jit
 def _key_span(
-    k, v, q_tiles, dout_tiles, lse2_ptr, delta_ptr, bounds_ptr, dk, dv, low, high, key, base, seq_len, column, scale2,
+    k, v, q_tiles, dout_tiles, lse2_tiles, delta_tiles, first_tiles, dk, dv, low, high, key, base, rows, column, end, scale2,
     MASKED: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Fold the query tiles in [low, high) of one head into one key tile's gradients (all tiles transposed)."""
     for start in range(low, high, ROWS):
-        query = start + tl.arange(0, ROWS)
-        live = query < seq_len
         q = q_tiles.load([base + start, column])
-        lse2 = tl.load(lse2_ptr + query, mask=live, other=0.0)
+        lse2 = lse2_tiles.load([rows + start])
         scores = _product(k, q.T, WIDEN)
         p = tl.exp2(scores * scale2 - lse2[None, :])
         if MASKED:
-            first = tl.load(bounds_ptr + base + query, mask=live, other=seq_len)
-            seen = (key[:, None] <= query[None, :]) & (key[:, None] >= first[None, :])
+            query = start + tl.arange(0, ROWS)
+            first = first_tiles.load([base + start])
+            seen = (key[:, None] <= query[None, :]) & (key[:, None] >= first[None, :]) & (query < end)[None, :]
             p = tl.where(seen, p, 0.0)
         dout = dout_tiles.load([base + start, column])
         dv = _dot(p.to(dout.dtype), dout, dv, WIDEN)
         dp = _product(v, dout.T, WIDEN)
-        delta = tl.load(delta_ptr + query, mask=live, other=0.0)
+        delta = delta_tiles.load([rows + start])
         ds = p * (dp - delta[None, :])
         dk = _dot(ds.to(q.dtype), q, dk, WIDEN)
     return dk, dv
@@ -246,7 +251,7 @@ def _key_span(
 
 @triton.jit(do_not_specialize=["tokens", "heads", "scale", "scale2"])
 def _key_kernel(
-    q_tiles, k_tiles, v_tiles, dout_tiles, lse2_ptr, delta_ptr, bounds_ptr, dk_ptr, dv_ptr,
+    q_tiles, k_tiles, v_tiles, dout_tiles, lse2_tiles, delta_tiles, first_tiles, bounds_ptr, dk_ptr, dv_ptr,
     tokens, seq_len, heads, scale, scale2,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -266,18 +271,18 @@ def _key_kernel(
     dv = tl.zeros([COLUMNS, H], tl.float32)
     for member in range(G):
         head = unit * G + member
-        rows = head.to(tl.int64) * tokens + base
+        rows = head * tokens + base
         dk, dv = _key_span(
-            k, v, q_tiles, dout_tiles, lse2_ptr + rows, delta_ptr + rows, bounds_ptr, dk, dv,
-            low, below, key, base, seq_len, head * H, scale2, True, ROWS, WIDEN,
+            k, v, q_tiles, dout_tiles, lse2_tiles, delta_tiles, first_tiles, dk, dv,
+            low, below, key, base, rows, head * H, end, scale2, True, ROWS, WIDEN,
         )  # fmt: skip
         dk, dv = _key_span(
-            k, v, q_tiles, dout_tiles, lse2_ptr + rows, delta_ptr + rows, bounds_ptr, dk, dv,
-            below, whole, key, base, seq_len, head * H, scale2, False, ROWS, WIDEN,
+            k, v, q_tiles, dout_tiles, lse2_tiles, delta_tiles, first_tiles, dk, dv,
+            below, whole, key, base, rows, head * H, end, scale2, False, ROWS, WIDEN,
         )  # fmt: skip
         dk, dv = _key_span(
-            k, v, q_tiles, dout_tiles, lse2_ptr + rows, delta_ptr + rows, bounds_ptr, dk, dv,
-            whole, end, key, base, seq_len, head * H, scale2, True, ROWS, WIDEN,
+            k, v, q_tiles, dout_tiles, lse2_tiles, delta_tiles, first_tiles, dk, dv,
+            whole, end, key, base, rows, head * H, end, scale2, True, ROWS, WIDEN,
         )  # fmt: skip
     row = (base + key).to(tl.int64) * (heads // G) + unit
     target = row[:, None] * H + tl.arange(0, H)[None, :]
