@@ -241,12 +241,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        schedule, steps = self.optimizer.schedule, self.train.steps
-        if schedule.warmup_steps + schedule.decay_steps > steps:
-            raise ValueError(
-                f"optimizer.schedule: warmup_steps={schedule.warmup_steps} and "
-                f"decay_steps={schedule.decay_steps} exceed train.steps={steps}"
-            )
         if self.train.eval_every and not self.data.held_out:
             raise ValueError(f"train.eval_every={self.train.eval_every} needs data.held_out > 0, found 0.0")
         return self

@@ -76,6 +76,10 @@ def test_the_error_line_is_where_the_last_traceback_ends() -> None:
         "",
     ]
     assert last_error_line(lines) == "ntp.errors.DataError: no such file"
+    assert (
+        last_error_line(["[rank1]: ValueError: x", "[rank1]:     Error = 3", "[W1128 c10d] bye"])
+        == "ValueError: x"
+    )
     assert last_error_line(["just words", ""]) == "just words"
     assert last_error_line([]) == ""
     assert len(last_error_line(["ValueError: " + "x" * 999])) == 300

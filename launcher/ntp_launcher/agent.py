@@ -109,7 +109,7 @@ class MeshAgent(SimpleElasticAgent):
         err: dict[int, str] = {}
         for worker, process in zip(workers, self._workers, strict=True):
             if tee is None:
-                streams = 3 if process.rank == self._job.reporter else 0
+                streams = 3 if process.rank == self._job.plan.reporter else 0
             else:
                 streams = tee.get(worker.local_rank, tee.get(-1, 0))
             if streams & 1:
@@ -246,8 +246,8 @@ def _run(job: Job, nodes: Nodes) -> tuple[int, str]:
 def _check_summary(job: Job, agent: MeshAgent) -> tuple[int, str]:
     """Success, unless every worker has exited with 0 without one having finished the run."""
     ranks = {worker.global_rank for worker in agent.get_worker_group().workers}
-    if job.reporter in ranks and not (agent.run_dir / "summary.json").exists():
-        return 1, describe(Exit(job.reporter, 0))
+    if job.plan.reporter in ranks and not (agent.run_dir / "summary.json").exists():
+        return 1, describe(Exit(job.plan.reporter, 0))
     return 0, str(agent.run_dir)
 
 

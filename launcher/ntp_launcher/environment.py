@@ -29,7 +29,8 @@ def worker_environment(
     RANK is the base-mesh rank and WORLD_SIZE counts failed ranks too; LOCAL_RANK is the place (the GPU) on
     the node. NTP_CONFIG is the resolved configuration as JSON, NTP_FAILED the failed ranks with commas.
     """
-    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    # More threads would cut reductions elsewhere; NVLink multicast sums in an order of its own.
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NCCL_NVLS_ENABLE": "0"}
     world_size = str(job.config.parallel.world_size)
     return {
         **defaults,

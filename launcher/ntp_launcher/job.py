@@ -25,11 +25,6 @@ class Job:
     environ: Mapping[str, str]
     worker_module: str = "ntp.worker"
 
-    @property
-    def reporter(self) -> int:
-        """The rank whose output is shown and who writes the summary: the lowest that holds a shard."""
-        return min(self.plan.workers)
-
     def fingerprint(self) -> str:
         """Equal on two nodes exactly when they were asked for the same job."""
         return json.dumps([self.config.model_dump_json(), self.plan.to_json()], sort_keys=True)

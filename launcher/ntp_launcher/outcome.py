@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 _ERROR_LINE = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Fault|Killed)\b")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")  # torch puts it before every line of a traceback
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|timed out)|connectionreset|broken pipe|closed by peer|"
     r"timed out waiting|wait timeout|socket (timeout|closed)|remote process exited|"
@@ -94,10 +95,10 @@ def explain(exits: Iterable[Exit], notes: Sequence[str] = (), silent: int = 0) -
 
 def last_error_line(lines: Sequence[str], limit: int = 300) -> str:
     """The line that names an error at the end of a stderr log, else its last line, cut to `limit` letters."""
-    spoken = [line.strip() for line in lines if line.strip()]
-    # In a chain of exceptions the last one is where the traceback ends.
+    spoken = [_RANK_PREFIX.sub("", line).rstrip() for line in lines if line.strip()]
+    # An indented line is source text; in a chain of exceptions the last one is where the traceback ends.
     errors = [line for line in spoken if _ERROR_LINE.match(line)]
-    line = (errors or spoken or [""])[-1]
+    line = (errors or spoken or [""])[-1].strip()
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
