@@ -162,3 +162,11 @@ def test_exponents_are_the_smallest_that_bound_the_largest_unit():
     assert (norms < torch.exp2(exponent)).all()
     assert (norms >= torch.exp2(exponent - 1)).all()
     assert torch.equal(kernels.column_exponent(a.permute(1, 2, 0).contiguous()).double(), exponent)
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 17, 400])
+def test_powers_of_two_are_exact(length: int):
+    """The scales rest on it, in the vector body of `exp2` and in its tail."""
+    exponent = torch.arange(-200, 200)[:length]
+    expected = torch.tensor([2.0**e for e in exponent.tolist()], dtype=torch.float64)
+    assert torch.equal(exponent.double().exp2_(), expected)

@@ -29,14 +29,13 @@ def ce_statistics(
 
     The statistics of a unit are its largest logit and the sum of `exp(logit - largest)`.
     """
-    tops, sums = [], []
-    for block in _blocks(logits, first_unit, vocab_size):
-        top = block.amax(1)
-        tops.append(top.masked_fill_(top.isnan(), torch.inf))
-        total = block.sub_(top.unsqueeze(1)).exp_().sum(1)
-        sums.append(total.masked_fill_(~top.isfinite(), 0))
-    statistics = torch.stack([torch.stack(tops, 1), torch.stack(sums, 1)], 2)
-    return statistics[:, :, 0].amax(1), statistics
+    blocks = _blocks(logits, first_unit, vocab_size)
+    tops = blocks.amax(2)
+    tops.masked_fill_(tops.isnan(), torch.inf)
+    blocks.sub_(tops.unsqueeze(2))
+    sums = torch.stack([block.exp_().sum(1) for block in blocks.unbind(0)])
+    sums.masked_fill_(~tops.isfinite(), 0)
+    return tops.amax(0), torch.stack([tops, sums], 2).transpose(0, 1).contiguous()
 
 
 def ce_sums(
@@ -53,10 +52,9 @@ def ce_sums(
     `row_max` f32 [M] is the maximum over all ranks; `targets` i64 [M]. The bits are 0 where the target's
     row is not local (or the target is ignored), so that an integer SUM over ranks selects.
     """
-    sums = torch.zeros_like(targets)
-    for top, part in statistics.permute(1, 2, 0).contiguous():
-        scaled = (top - row_max).exp_().mul_(part)
-        sums += scaled.double().mul_(2.0**GRID_BITS).round_().to(torch.int64)
+    tops, parts = statistics.permute(2, 1, 0).contiguous().unbind(0)
+    scales = torch.stack([top.exp_() for top in (tops - row_max).unbind(0)])
+    sums = (scales * parts).double().mul_(2.0**GRID_BITS).round_().to(torch.int64).sum(0)
     sums.masked_fill_(~row_max.isfinite(), 0)
     column, owned = _target_columns(logits, targets, first_unit, vocab_size)
     picked = logits.flatten(1).gather(1, column.unsqueeze(1)).squeeze(1).float()
@@ -75,9 +73,8 @@ def ce_backward(
 
     Padded vocabulary columns and rows with an ignored target are exactly 0. `out` may be `logits` itself.
     """
-    lse = lse.unsqueeze(1)
-    blocks = [block.sub_(lse).exp_() for block in _blocks(logits, first_unit, vocab_size)]
-    dlogits = join_units(blocks, torch.float32)
+    blocks = _blocks(logits, first_unit, vocab_size).sub_(lse.unsqueeze(1))
+    dlogits = join_units([block.exp_() for block in blocks.unbind(0)], torch.float32)
     column, owned = _target_columns(logits, targets, first_unit, vocab_size)
     dlogits.flatten(1).scatter_add_(1, column.unsqueeze(1), owned.float().neg_().unsqueeze(1))
     dlogits.flatten(1)[:, max(vocab_size - first_unit * logits.shape[2], 0) :] = 0
@@ -85,12 +82,12 @@ def ce_backward(
     return dlogits.to(logits.dtype) if out is None else out.copy_(dlogits)
 
 
-def _blocks(logits: torch.Tensor, first_unit: int, vocab_size: int) -> list[torch.Tensor]:
-    """Return each unit's logits as a fresh float32 [M, V], -inf in the padded columns."""
-    width = logits.shape[2]
-    blocks = [block.float().clone(memory_format=torch.contiguous_format) for block in logits.unbind(1)]
-    for unit, block in enumerate(blocks, first_unit):
-        block[:, max(vocab_size - unit * width, 0) :] = -torch.inf
+def _blocks(logits: torch.Tensor, first_unit: int, vocab_size: int) -> torch.Tensor:
+    """Return a fresh f32 [U, M, V] of the logits, -inf in the padded columns."""
+    _, units, width = logits.shape
+    blocks = logits.float().transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    for unit in range(max(vocab_size // width - first_unit, 0), units):
+        blocks[unit, :, max(vocab_size - (first_unit + unit) * width, 0) :] = -torch.inf
     return blocks
 
 

@@ -82,8 +82,8 @@ def cut_matmul(
     `first_unit` (the global id of the first local unit) is not needed here: leaves are units. Rows and
     columns whose exponent is POISON hold no meaning.
     """
-    scaled_a = a.float() * _power_of_two(-row_exponent, poison=0.0).float()[:, None, None]
-    scaled_w = w.float() * _power_of_two(-column_exponent, poison=0.0).float()
+    scaled_a = a.float() * _power_of_two(-row_exponent).float()[:, None, None]
+    scaled_w = w.float() * _power_of_two(-column_exponent).float()
     total = torch.zeros(a.shape[0], w.shape[2], dtype=torch.int32, device=a.device)
     for block, unit in zip(unit_blocks(scaled_a), scaled_w, strict=True):
         product = torch.mm(block, unit)
@@ -99,9 +99,10 @@ def finish(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return [M, D] of the sum over ranks of `cut_matmul`: exact in float64, then rounded to `dtype`."""
-    row_scale = _power_of_two(row_exponent, poison=torch.nan).unsqueeze(1)
-    column_scale = _power_of_two(column_exponent, poison=torch.nan) * 2.0 ** -grid_bits(total_units)
-    return total.double().mul_(row_scale).mul_(column_scale).to(dtype)
+    row_scale = _power_of_two(row_exponent).masked_fill_(row_exponent == POISON, torch.nan)
+    column_scale = _power_of_two(column_exponent).masked_fill_(column_exponent == POISON, torch.nan)
+    column_scale.mul_(2.0 ** -grid_bits(total_units))
+    return total.double().mul_(row_scale.unsqueeze(1)).mul_(column_scale).to(dtype)
 
 
 def _exponent(square_sums: torch.Tensor) -> torch.Tensor:
@@ -111,8 +112,6 @@ def _exponent(square_sums: torch.Tensor) -> torch.Tensor:
     return exponent.masked_fill_(~torch.isfinite(norms), POISON)
 
 
-def _power_of_two(exponent: torch.Tensor, poison: float) -> torch.Tensor:
-    """Return 2^exponent as float64, exactly (from its bits), and `poison` where |exponent| is POISON."""
-    poisoned = exponent.abs() >= POISON
-    bits = exponent.masked_fill(poisoned, 0).long().add_(1023).bitwise_left_shift_(52)
-    return bits.view(torch.float64).masked_fill_(poisoned, poison)
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2^exponent as float64: exact, 0 for -POISON and infinite for POISON."""
+    return exponent.double().exp2_()
