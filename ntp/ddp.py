@@ -9,7 +9,7 @@ the carrier of a slice completes the tree. Exchange of a bucket starts as soon a
 microbatch has finished its parameters.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -27,17 +27,14 @@ Gradients = Mapping[str, Tensor]
 
 
 class Trainable(Protocol):
-    """What the wrappers need of a weight."""
+    """What the wrappers need of a weight.
+
+    `on_grad_ready` is to be called when a backward has added a microbatch's gradient to `main_grad`.
+    """
 
     data: Tensor
     main_grad: Tensor | None
-    on_grad_ready: "GradReady | None"
-
-
-class GradReady(Protocol):
-    """Called when the backward has added a microbatch's gradient of a weight to its main_grad."""
-
-    def __call__(self) -> None: ...
+    on_grad_ready: Callable[[], None] | None
 
 
 class DistributedDataParallel:
@@ -112,7 +109,7 @@ class DistributedDataParallel:
             for spec in bucket.specs:
                 self._weights[spec.name].on_grad_ready = self._ready(place, spec.name)
 
-    def _ready(self, place: int, name: str) -> GradReady:
+    def _ready(self, place: int, name: str) -> Callable[[], None]:
         def ready() -> None:
             self._missing[place].discard(name)
             while len(self._parcels) < len(self._buckets) and not self._missing[len(self._parcels)]:

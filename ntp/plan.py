@@ -1,8 +1,9 @@
 """The plan: one pure value that says who owns which units and who computes which microbatches.
 
 `make_plan(config, failed)` is a function of its arguments alone: every process computes the same plan and
-nothing has to be agreed by message but the set of failed ranks. Process ranks are base-mesh ranks: replica
-`r`, position `p` is rank `r * tp + p`; standbys are the ranks from `dp * tp` up.
+nothing has to be agreed by message but the set of failed ranks. Coordinates of the base mesh are numbered:
+replica `r`, position `p` is `r * tp + p`, standbys come from `dp * tp` up. A process rank has the number of
+its coordinate, unless `parallel.rank_map` puts another one there: that moves work, never bits.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -85,8 +86,11 @@ class Plan:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Every process rank that is started, ascending."""
-        return tuple(sorted((*self.workers, *self.standbys)))
+        """Every process rank that is started: workers in mesh order, then standbys.
+
+        In this order every replica and every column of positions ascends, as process groups need it.
+        """
+        return (*self.workers, *self.standbys)
 
     def microbatches_of(self, group: int) -> range:
         """The microbatches of one gradient group, in the order in which they are folded."""
@@ -110,6 +114,7 @@ class Plan:
             "microbatches": self.microbatches,
             "replicas": [_replica_json(replica) for replica in self.replicas],
             "dropped": [{"index": index, "reason": reason} for index, reason in self.dropped],
+            "workers": list(self.workers),
             "standbys": list(self.standbys),
             "failed": list(self.failed),
         }
@@ -124,16 +129,18 @@ def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0)
         generation: how often membership has changed since the start.
 
     Raises:
-        PlanError: the model has fewer units of some kind than `parallel.tp`, or no replica is left.
+        PlanError: `parallel.tp` exceeds the units of every kind, or no replica is left.
     """
     units = unit_counts(config.model)
     parallel = config.parallel
-    for kind, count in units.items():
-        if parallel.tp > count:
-            raise PlanError(
-                f"parallel.tp {parallel.tp} is more than the model's {count} {kind.value} units: lower it"
-            )
-    slots, idle = _fill(parallel.dp, parallel.tp, parallel.standbys, frozenset(failed))
+    most = max(units, key=lambda kind: units[kind])
+    if parallel.tp > units[most]:
+        raise PlanError(
+            f"parallel.tp={parallel.tp} leaves ranks without any unit: "
+            f"the model has at most {units[most]} units of one kind ({most.value}); lower it"
+        )
+    ranks = parallel.rank_map or range(parallel.world_size)
+    slots, idle = _fill(ranks, parallel.dp, parallel.tp, frozenset(failed))
     kept, dropped, spilled = _keep(slots, parallel.min_degree, parallel.policy)
     if not kept:
         raise PlanError(f"no replica is left with failed ranks {sorted(failed)}: {_reasons(dropped)}")
@@ -170,16 +177,16 @@ def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0)
 
 
 def _fill(
-    dp: int, tp: int, standbys: int, failed: frozenset[int]
+    ranks: Sequence[int], dp: int, tp: int, failed: frozenset[int]
 ) -> tuple[list[list[int | None]], list[int]]:
     """Live rank (or None) at every position, after standbys have taken over what they can.
 
-    A standby goes to the replica that misses most ranks, to its lowest missing position.
+    `ranks` are the process ranks by coordinate. A standby goes to the replica that misses most ranks, to its lowest missing position.
     """
     slots: list[list[int | None]] = [
-        [None if (rank := r * tp + p) in failed else rank for p in range(tp)] for r in range(dp)
+        [None if rank in failed else rank for rank in ranks[r * tp : (r + 1) * tp]] for r in range(dp)
     ]
-    idle = [rank for rank in range(dp * tp, dp * tp + standbys) if rank not in failed]
+    idle = [rank for rank in ranks[dp * tp :] if rank not in failed]
     while idle and any(None in replica for replica in slots):
         neediest = max(slots, key=lambda replica: replica.count(None))
         neediest[neediest.index(None)] = idle.pop(0)

@@ -10,13 +10,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
 from ntp.collectives import TorchFabric
 
 
 @contextmanager
 def joined_world(
     world: Sequence[int], rank: int, device: torch.device, timeout_s: float
-) -> Iterator[tuple[TorchFabric, dist.Store]]:
+) -> Iterator[tuple[TorchFabric, Store]]:
     """Join the job at MASTER_ADDR:MASTER_PORT and leave it in the end.
 
     Args:
@@ -30,7 +32,7 @@ def joined_world(
     store.set_timeout(timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=dist.PrefixStore("ntp", store), rank=place, world_size=size, timeout=timeout
+        backend, store=PrefixStore("ntp", store), rank=place, world_size=size, timeout=timeout
     )
     try:
         yield TorchFabric(world, rank), store

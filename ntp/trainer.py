@@ -50,7 +50,7 @@ class Usage:
 
     Attributes:
         parameter_bytes: bytes of the parameters that the worker computes with.
-        gemm_flops: floating-point operations of its matrix products in the first step.
+        gemm_flops: floating-point operations of its matrix products for one microbatch.
     """
 
     parameter_bytes: int
@@ -78,12 +78,7 @@ class Trainer:
 
     def step(self, step: int) -> StepResult:
         """Run and commit step `step` (from 1); collective over the workers."""
-        if step == 1:
-            with FlopCounterMode(display=False) as counter:
-                losses = self._accumulate(step)
-            self._gemm_flops = counter.get_total_flops()
-        else:
-            losses = self._accumulate(step)
+        losses = self._accumulate(step)
         gradients = self.ddp.sync()
         loss, tokens = self._combine(losses)
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
@@ -119,10 +114,19 @@ class Trainer:
         losses: dict[int, tuple[Tensor, int]] = {}
         for index in self.ddp.microbatches():
             batch = self.batch(step, index)
-            loss = self.model.loss(batch)
-            loss.sum().backward()
-            losses[index * train.micro_batch] = loss.detach(), batch.target_tokens
+            if self._gemm_flops == 0:
+                with FlopCounterMode(display=False) as counter:
+                    loss = self._forward_backward(batch)
+                self._gemm_flops = counter.get_total_flops()
+            else:
+                loss = self._forward_backward(batch)
+            losses[index * train.micro_batch] = loss, batch.target_tokens
         return losses
+
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        loss = self.model.loss(batch)
+        loss.sum().backward()
+        return loss.detach()
 
     def batch(self, step: int, index: int) -> Batch:
         """Microbatch `index` of step `step` (from 1): a function of the configuration alone."""

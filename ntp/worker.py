@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from ntp.collectives import Mesh, build_mesh
 from ntp.config import Config, parse_config
@@ -72,7 +72,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return device
 
 
-def _stand_by(store: dist.Store) -> None:
+def _stand_by(store: Store) -> None:
     while not store.check([_FINISHED]):
         time.sleep(_STANDBY_POLL_S)
 

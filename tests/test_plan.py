@@ -97,8 +97,9 @@ def test_no_replica_left_is_refused():
 
 
 def test_more_ranks_than_units_are_refused():
-    with pytest.raises(PlanError, match="4 kv units"):
-        make_plan(config(tp=5))
+    assert [len(r) for r in make_plan(config(dp=1, tp=5)).replicas[0].owners[UnitKind.KV]] == [1, 1, 1, 1, 0]
+    with pytest.raises(PlanError, match=r"tp=10 .* 9 units"):
+        make_plan(config(tp=10))
 
 
 def test_topology_of_a_half_replica_beside_a_whole_one():

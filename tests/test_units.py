@@ -1,5 +1,7 @@
 """Units, moves: every unit is owned once, and a move back undoes a move."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,12 +30,12 @@ def test_every_row_of_an_awkward_vocabulary_is_owned_once():
             units = count_units(vocabulary, 128)
             rows = [range(r.start * 128, min(r.stop * 128, vocabulary)) for r in spread(units, degree, False)]
             assert sum(len(r) for r in rows) == vocabulary
-            assert all(a.stop == b.start for a, b in zip(rows, rows[1:], strict=False))
+            assert all(a.stop == b.start for a, b in itertools.pairwise(rows))
 
 
 @given(st.integers(0, 300), st.integers(1, 12), st.integers(1, 12), st.booleans())
 def test_moves_fill_the_target_and_moving_back_is_the_identity(count, a, b, first):
-    before = {rank: units for rank, units in enumerate(spread(count, a))}
+    before = dict(enumerate(spread(count, a)))
     after = {100 + rank: units for rank, units in enumerate(spread(count, b, first))}
     held = {rank: {unit: unit * 7 for unit in units} for rank, units in before.items()}
 
