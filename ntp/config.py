@@ -14,10 +14,11 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from ntp import yaml_text
 from ntp.errors import ConfigError
@@ -148,6 +149,7 @@ class ParallelConfig(Section):
     standbys: Count = 0
     min_degree: Positive = 1
     overlap_exchange: bool = True  # exchange gradients behind the backward pass
+    rank_map: tuple[Count, ...] | None = None  # the process rank at each coordinate; null = the same number
 
     @property
     def world_size(self) -> int:
@@ -158,6 +160,21 @@ class ParallelConfig(Section):
     def _degree_is_reachable(self) -> Self:
         if self.min_degree > self.tp:
             raise ValueError(f"min_degree={self.min_degree} exceeds tp={self.tp}")
+        return self
+
+    @model_validator(mode="after")
+    def _map_is_a_permutation(self) -> Self:
+        if self.rank_map is None:
+            return self
+        if len(self.rank_map) != self.world_size:
+            raise ValueError(f"rank_map has {len(self.rank_map)} ranks, the mesh has {self.world_size}")
+        seen: set[int] = set()
+        for rank in self.rank_map:
+            if rank >= self.world_size:
+                raise ValueError(f"rank_map names rank {rank}, the mesh has 0 to {self.world_size - 1}")
+            if rank in seen:
+                raise ValueError(f"rank_map names rank {rank} twice")
+            seen.add(rank)
         return self
 
 
@@ -259,10 +276,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse_config(json_text: str) -> Config:
     """Checks a configuration given as JSON text. Raises ConfigError."""
+    return parse_as(Config, json_text)
+
+
+S = TypeVar("S", bound=Section)
+
+
+def parse_as(root: type[S], json_text: str, yaml_source: str = "") -> S:
+    """Checks JSON text against the sections of `root`. Raises ConfigError.
+
+    The error begins with the line of the offending key, where the YAML text that the JSON came from is given.
+    """
     try:
-        return Config.model_validate_json(json_text)
+        return root.model_validate_json(json_text)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+        first = _first_of(error)
+        line = yaml_text.line_of(yaml_source, first["loc"])
+        raise ConfigError(f"line {line}: " * (line > 0) + _explain(error, root)) from None
 
 
 def dump_yaml(config: Config) -> str:
@@ -286,18 +316,19 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     node[keys[-1]] = yaml_text.load_value(text, f"--set {override!r}")
 
 
-def _explain(error: ValidationError) -> str:
+def _first_of(error: ValidationError) -> ErrorDetails:
+    """The error to report: an unknown key first, which is most often the cause of a missing one."""
+    return min(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+
+
+def _explain(error: ValidationError, root: type[BaseModel]) -> str:
     """One line for the first error: key path, expectation, value; and how many more there are."""
-    details = error.errors(include_url=False)
-    # An unknown key is most often the cause of a missing one: report it first.
-    first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
+    first = _first_of(error)
     path = ".".join(str(part) for part in first["loc"])
-    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":
         names = [str(part) for part in first["loc"] if isinstance(part, str)]
-        return (
-            f"unknown key {path}={_short(first['input'])}; the nearest known key is {_nearest(names)}{more}"
-        )
+        return f"unknown key {path}={_short(first['input'])}; the nearest known key is {_nearest(names, root)}{more}"
     if first["type"] == "missing":
         return f"{path}: missing, and it has no default{more}"
     if first["type"] == "value_error":
@@ -312,9 +343,9 @@ def _short(value: object) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _nearest(names: list[str]) -> str:
+def _nearest(names: list[str], root: type[BaseModel]) -> str:
     """The known key closest to an unknown one: the same name elsewhere, then its section, then anywhere."""
-    known = list(_known_keys(Config))
+    known = list(_known_keys(root))
     parent, leaf = ".".join(names[:-1]), names[-1]
     same_name = [key for key in known if key.rpartition(".")[2] == leaf]
     if same_name:

@@ -6,6 +6,7 @@ Every mistake is a ConfigError of one line that names the file or option it was 
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,6 +60,24 @@ def load_value(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}{where}: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a timestamp such as 2026-99-99
         raise ConfigError(f"{origin}: {' '.join(str(error).split())}") from None
+
+
+def line_of(text: str, keys: Sequence[str | int]) -> int:
+    """Line (from 1) of the deepest node on the path `keys` in YAML `text`; 0 where there is none."""
+    node = yaml.compose(text, Loader=_Loader)
+    line = 0
+    for key in keys:
+        if isinstance(node, yaml.MappingNode):
+            pairs = {entry.value: (entry, value) for entry, value in node.value}
+            entry, node = pairs.get(key, (None, None))
+        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+            entry = node = node.value[key]
+        else:
+            entry = None
+        if entry is None:
+            break
+        line = entry.start_mark.line + 1
+    return line
 
 
 def to_json(tree: dict[str, Any]) -> str:
