@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -68,22 +69,33 @@ class MeshAgent(SimpleElasticAgent):
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """This node's live ranks, once the agents agree on the job, the blocks and the run directory."""
-        job, nodes = self._job, self._nodes
+        job = self._job
         self._board = Board(store, group_rank, group_world_size)
-        claim = {"node": nodes.node_rank, "job": job.fingerprint(), "run_dir": proposed_run_dir()}
+        claim = {"node": self._nodes.node_rank, "job": job.fingerprint(), "run_dir": proposed_run_dir()}
         claims = self._board.exchange("claim", claim)
+        try:
+            places = self._take_block(claims, group_rank)
+        except LaunchError as error:
+            self._board.post("failure", {"note": f"node {self._node} refused the job: {error}"})
+            self._leave(self._board)
+            raise
+        world = job.config.parallel.world_size
+        return [Worker(local, rank, rank, world, world) for rank, local in places.items()]
+
+    def _take_block(self, claims: list[dict[str, Any]], group_rank: int) -> dict[int, int]:
+        """Rank -> local rank of this node's workers. Raises LaunchError when the agents cannot agree."""
+        job, nodes = self._job, self._nodes
+        self._node = group_rank
         blocks = node_ranks([other["node"] for other in claims])
         self._node = blocks[group_rank]
         for other, block in zip(claims, blocks, strict=True):
-            if other["job"] != claim["job"]:
+            if other["job"] != claims[group_rank]["job"]:
                 raise LaunchError(
                     f"node {block} was given another config or other failed ranks than this one"
                 )
         self.run_dir = prepare_run_dir(job, job.run_dir or claims[blocks.index(0)]["run_dir"])
         size = block_size(job.config.parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
-        world = job.config.parallel.world_size
-        places = local_ranks(self._node, size, job.plan.world)
-        return [Worker(local, rank, rank, world, world) for rank, local in places.items()]
+        return local_ranks(self._node, size, job.plan.world)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = worker_group.spec.max_restarts - self._remaining_restarts
@@ -219,6 +231,8 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
     except RendezvousError as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         return 1, f"no rendezvous at {nodes.rdzv_endpoint}: {reason}"
+    except DistError:
+        return 1, f"lost the rendezvous store at {nodes.rdzv_endpoint}, its agent is gone"
 
 
 def _run(job: Job, nodes: Nodes) -> tuple[int, str]:
