@@ -57,6 +57,7 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """Shape of a Llama 3 or Qwen3 decoder, and the width of its indivisible units."""
 
+    init_from: Annotated[str, Field(min_length=1)] | None = None  # Hugging Face folder with the first weights
     hidden_size: MultipleOf16
     intermediate_size: Positive
     num_hidden_layers: Positive
@@ -202,6 +203,7 @@ class OptimizerConfig(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    copies: Positive = 2  # replicas that keep each slice of the state (all, where there are fewer)
     max_grad_norm: Annotated[float, Field(ge=0)] | None = 1.0  # null (or 0) = no clipping
     schedule: ScheduleConfig = ScheduleConfig()
 
@@ -224,6 +226,12 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: Count = 0  # steps between evaluations; 0 = never
     timeout_s: PositiveFloat = 600.0  # of one collective
+    stop_after: Count | None = None  # end the run here, with a save; the schedule still counts to `steps`
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return self.steps if self.stop_after is None else min(self.steps, self.stop_after)
 
     @property
     def microbatches(self) -> int:
@@ -237,6 +245,14 @@ class TrainConfig(Section):
                 f"global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch}"
             )
         return self
+
+
+class CheckpointConfig(Section):
+    """When the state goes to disk, and where: in the run directory, unless `dir` names another place."""
+
+    every: Count = 0  # steps between saves, the last step included; 0 = never
+    keep: Count = 3  # how many stay; 0 = all
+    dir: Annotated[str, Field(min_length=1)] | None = None
 
 
 class LogConfig(Section):
@@ -254,6 +270,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
@@ -328,7 +345,8 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> str:
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":
         names = [str(part) for part in first["loc"] if isinstance(part, str)]
-        return f"unknown key {path}={_short(first['input'])}; the nearest known key is {_nearest(names, root)}{more}"
+        nearest = _nearest(names, root)
+        return f"unknown key {path}={_short(first['input'])}; the nearest known key is {nearest}{more}"
     if first["type"] == "missing":
         return f"{path}: missing, and it has no default{more}"
     if first["type"] == "value_error":

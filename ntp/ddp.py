@@ -15,15 +15,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ntp.buffers import Bucket, NonuniformTPParamAndGradBuffer, ParamAndGradBuffer
+from ntp.buffers import NonuniformTPParamAndGradBuffer, ParamAndGradBuffer
 from ntp.collectives import Mesh
-from ntp.parameters import ParameterSpec, slice_of
+from ntp.parameters import ParameterSpec
 from ntp.plan import Plan
 from ntp.reshard import Manifest, Parcel, post
 from ntp.schedule import Node, complete, fold_of
 
-Gradients = Mapping[str, Tensor]
-"""Parameter name -> summed gradient of this rank's slice, float32 `[carried units, slice elements]`."""
+Gradients = Mapping[tuple[str, int], Tensor]
+"""(Parameter name, first element of a slice) -> summed gradient of the slice, float32
+`[carried units, slice elements]`."""
 
 
 class Trainable(Protocol):
@@ -95,9 +96,9 @@ class DistributedDataParallel:
         """Finish the exchange and return this rank's slices of the summed gradient."""
         while len(self._parcels) < len(self._buckets):
             self._start()
-        gradients: dict[str, Tensor] = {}
-        for bucket, manifest, parcel in zip(self._buckets, self._manifests, self._parcels, strict=True):
-            gradients |= self._complete(bucket, manifest, parcel.wait())
+        gradients: dict[tuple[str, int], Tensor] = {}
+        for manifest, parcel in zip(self._manifests, self._parcels, strict=True):
+            gradients |= self._complete(manifest, parcel.wait())
         self._parcels = []
         for weight in self._weights.values():
             weight.on_grad_ready = None
@@ -128,22 +129,20 @@ class DistributedDataParallel:
         like = self.buffer.parameters.new_empty(0, dtype=torch.float32)
         self._parcels.append(post(self.buffer.group, outgoing, incoming, like))
 
-    def _complete(self, bucket: Bucket, manifest: Manifest, pieces: list[Tensor]) -> dict[str, Tensor]:
-        place = self._plan.replicas.index(self.buffer.replica)
-        nodes: dict[str, dict[Node, Tensor]] = {spec.name: {} for spec in bucket.specs}
+    def _complete(self, manifest: Manifest, pieces: list[Tensor]) -> dict[tuple[str, int], Tensor]:
+        sums: dict[tuple[str, int], dict[Node, Tensor]] = {}
         arrived = iter(pieces)
-        bounds = {spec.name: slice_of(spec, place, len(self._plan.replicas)) for spec in bucket.specs}
         for part in manifest.receives:
             carried = self.buffer.carried(part.spec)
-            start, stop = bounds[part.spec.name]
+            nodes = sums.setdefault((part.spec.name, part.start), {})
             for node in self._nodes[part.peer]:
-                piece = next(arrived).view(len(part.units), stop - start)
+                piece = next(arrived).view(len(part.units), part.stop - part.start)
                 if len(part.units) == len(carried):
-                    nodes[part.spec.name][node] = piece
+                    nodes[node] = piece
                     continue
-                whole = nodes[part.spec.name].setdefault(node, piece.new_empty(len(carried), stop - start))
-                part.of(whole, carried, first=start).copy_(piece)
-        return {name: complete(sums, self._plan.groups) for name, sums in nodes.items() if sums}
+                whole = nodes.setdefault(node, piece.new_empty(len(carried), piece.shape[1]))
+                part.of(whole, carried, first=part.start).copy_(piece)
+        return {key: complete(nodes, self._plan.groups) for key, nodes in sums.items()}
 
 
 class NonuniformTPDistributedDataParallel(DistributedDataParallel):

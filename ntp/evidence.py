@@ -55,9 +55,7 @@ def _logical_chunks(
     shape = spec.logical_shape(part)
     columns = math.prod(shape[1:])
     pieces = [
-        _logical_piece(piece, part, flat)
-        for piece in optimizer.slices
-        if piece.spec is spec and optimizer.buffer.counts(spec)
+        _logical_piece(piece, part, flat) for piece in optimizer.slices if piece.spec is spec and piece.counts
     ]
     rows = max(1, _CHUNK_ELEMENTS // columns)
     for first in range(0, shape[0], rows):

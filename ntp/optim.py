@@ -7,7 +7,7 @@ updated parameters, in compute precision, to every rank that holds them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,19 +17,19 @@ from ntp import ops
 from ntp.buffers import NonuniformTPParamAndGradBuffer, ParamAndGradBuffer
 from ntp.collectives import Group
 from ntp.config import OptimizerConfig
+from ntp.ddp import Gradients
 from ntp.initial import initial_units
-from ntp.parameters import BLOCK, ParameterSpec, slice_of
-from ntp.reshard import post
+from ntp.parameters import BLOCK, ParameterSpec
+from ntp.reshard import kept_slices, post
 from ntp.units import UnitRange
-
-Gradients = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
     """One parameter's slice: elements `[start, stop)` of `units`, blocks `[first, last)` of the flat state.
 
-    A unit's share fills whole blocks; the rest of its last block is zero.
+    A unit's share fills whole blocks; the rest of its last block is zero. One of the ranks that keep a slice
+    `counts`: its copy enters sums over the whole model.
     """
 
     spec: ParameterSpec
@@ -38,6 +38,7 @@ class Slice:
     stop: int
     first: int
     last: int
+    counts: bool
 
     def blocks(self, flat: Tensor) -> Tensor:
         """`[units, blocks * BLOCK]` of the flat state, padding included."""
@@ -91,80 +92,25 @@ class DistributedOptimizer:
         Returns:
             The norm of the mean gradient before clipping.
         """
-        for part in self.slices:
-            part.of(self._gradient).copy_(gradients[part.spec.name])
-        norm = math.sqrt(self._square_sum()) / tokens
-        limit = self._config.max_grad_norm
-        scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        self._gradient.mul_(scale / tokens)
-        self._update(learning_rate, step)
+        norm = self.vote(gradients, tokens)
+        self.update(norm, tokens, learning_rate, step)
         self.return_parameters()
         return norm
 
-    def return_parameters(self) -> None:
-        """Send every slice's master, in compute precision, to the ranks that hold its units."""
-        dtype = self.buffer.parameters.dtype
-        by_name = {part.spec.name: part for part in self.slices}
-        outgoing: list[tuple[int, Tensor]] = []
-        for sent in self._manifest.sends:
-            part = by_name[sent.spec.name]
-            master = part.of(self.master)[part.units.local(sent.units)]
-            outgoing.append((sent.peer, master.to(dtype)))
-        incoming = [(part.peer, part.elements) for part in self._manifest.receives]
-        pieces = post(self.buffer.group, outgoing, incoming, self.buffer.parameters).wait()
-        for part, piece in zip(self._manifest.receives, pieces, strict=True):
-            target = self.buffer.rectangle(self.buffer.parameters, part)
-            target.copy_(piece.view(target.shape))
+    def vote(self, gradients: Gradients, tokens: int) -> float:
+        """Take over the gradients and return the norm of their mean; collective over the workers.
 
-    def _layout(self) -> Iterator[Slice]:
-        """Slices in canonical order, those with weight decay first."""
-        replicas = self.buffer.plan.replicas
-        place = replicas.index(self.buffer.replica)
-        first = 0
-        for decay in (True, False):
-            for spec in self.buffer.specs:
-                units = self.buffer.carried(spec)
-                start, stop = slice_of(spec, place, len(replicas))
-                if spec.decay is decay and units and stop > start:
-                    last = first + len(units) * -(-(stop - start) // BLOCK)
-                    yield Slice(spec, units, start, stop, first, last)
-                    first = last
-
-    def _initialise(self, seed: int, init_std: float) -> None:
-        for spec in self.buffer.specs:
-            held = self.buffer.held[spec.name]
-            values = initial_units(spec, held, seed, init_std).to(self.buffer.parameters.device)
-            self.buffer.view(self.buffer.parameters, spec).view(len(held), -1).copy_(values)
-            for part in self.slices:
-                if part.spec is spec:
-                    part.of(self.master).copy_(values[held.local(part.units), part.start : part.stop])
-
-    def _global_blocks(self) -> Tensor:
-        """Canonical number of every block of the flat state; -1 where another rank's copy enters the norm."""
-        first_of: dict[str, int] = {}
-        total = 0
-        for spec in self.buffer.specs:
-            first_of[spec.name] = total
-            total += spec.units * spec.blocks
-        ids: list[int] = []
+        A worker that gets the norm knows that every worker has its gradients of this step.
+        """
         for part in self.slices:
-            counted = self.buffer.counts(part.spec)
-            blocks = range(part.start // BLOCK, -(-part.stop // BLOCK))
-            for unit in part.units:
-                base = first_of[part.spec.name] + unit * part.spec.blocks
-                ids += [base + block if counted else -1 for block in blocks]
-        return torch.tensor(ids, dtype=torch.int64, device=self.buffer.parameters.device)
+            part.of(self._gradient).copy_(gradients[part.spec.name, part.start])
+        return math.sqrt(self._square_sum()) / tokens
 
-    def _square_sum(self) -> float:
-        """Sum of squares of the whole gradient, the same bits on every rank of every mesh."""
-        sums = ops.square_sums(self._gradient.view(-1, BLOCK))
-        counted = self._block_ids >= 0
-        every = torch.zeros(self._total_blocks, dtype=torch.float64, device=sums.device)
-        every[self._block_ids[counted]] = sums[counted]
-        self._world.all_reduce(every.view(torch.int64))  # each block is non-zero on one rank: bits are kept
-        return math.fsum(every.tolist())
-
-    def _update(self, learning_rate: float, step: int) -> None:
+    def update(self, norm: float, tokens: int, learning_rate: float, step: int) -> None:
+        """Clip what `vote` has taken over and update this rank's slices. Local: it cannot be cut short."""
+        limit = self._config.max_grad_norm
+        scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+        self._gradient.mul_(scale / tokens)
         betas, eps, weight_decay = self._config.betas, self._config.eps, self._config.weight_decay
         split = next((part.first for part in self.slices if not part.spec.decay), None)
         split = len(self.master) if split is None else split * BLOCK
@@ -180,6 +126,71 @@ class DistributedOptimizer:
                 decay,
                 step,
             )
+
+    def return_parameters(self) -> None:
+        """Send every slice's master, in compute precision, to the ranks that hold its units."""
+        dtype = self.buffer.parameters.dtype
+        kept = {(part.spec.name, part.start): part for part in self.slices}
+        outgoing: list[tuple[int, Tensor]] = []
+        for sent in self._manifest.sends:
+            part = kept[sent.spec.name, sent.start]
+            master = part.of(self.master)[part.units.local(sent.units)]
+            outgoing.append((sent.peer, master.to(dtype)))
+        incoming = [(part.peer, part.elements) for part in self._manifest.receives]
+        pieces = post(self.buffer.group, outgoing, incoming, self.buffer.parameters).wait()
+        for part, piece in zip(self._manifest.receives, pieces, strict=True):
+            target = self.buffer.rectangle(self.buffer.parameters, part)
+            target.copy_(piece.view(target.shape))
+
+    def _layout(self) -> Iterator[Slice]:
+        """Slices in canonical order, those with weight decay first."""
+        plan = self.buffer.plan
+        place = plan.replicas.index(self.buffer.replica)
+        first = 0
+        for decay in (True, False):
+            for spec in self.buffer.specs:
+                if spec.decay is not decay:
+                    continue
+                units = self.buffer.carried(spec)
+                for back, (start, stop) in enumerate(kept_slices(plan, spec, place)):
+                    if units and stop > start:
+                        last = first + len(units) * -(-(stop - start) // BLOCK)
+                        counts = back == 0 and self.buffer.counts(spec)
+                        yield Slice(spec, units, start, stop, first, last, counts)
+                        first = last
+
+    def _initialise(self, seed: int, init_std: float) -> None:
+        for spec in self.buffer.specs:
+            held = self.buffer.held[spec.name]
+            values = initial_units(spec, held, seed, init_std).to(self.buffer.parameters.device)
+            self.buffer.view(self.buffer.parameters, spec).view(len(held), -1).copy_(values)
+            for part in self.slices:
+                if part.spec is spec:
+                    part.of(self.master).copy_(values[held.local(part.units), part.start : part.stop])
+
+    def _global_blocks(self) -> Tensor:
+        """Canonical number of every block of the flat state; -1 where another rank's copy counts."""
+        first_of: dict[str, int] = {}
+        total = 0
+        for spec in self.buffer.specs:
+            first_of[spec.name] = total
+            total += spec.units * spec.blocks
+        ids: list[int] = []
+        for part in self.slices:
+            blocks = range(part.start // BLOCK, -(-part.stop // BLOCK))
+            for unit in part.units:
+                base = first_of[part.spec.name] + unit * part.spec.blocks
+                ids += [base + block if part.counts else -1 for block in blocks]
+        return torch.tensor(ids, dtype=torch.int64, device=self.buffer.parameters.device)
+
+    def _square_sum(self) -> float:
+        """Sum of squares of the whole gradient, the same bits on every rank of every mesh."""
+        sums = ops.square_sums(self._gradient.view(-1, BLOCK))
+        counted = self._block_ids >= 0
+        every = torch.zeros(self._total_blocks, dtype=torch.float64, device=sums.device)
+        every[self._block_ids[counted]] = sums[counted]
+        self._world.all_reduce(every.view(torch.int64))  # each block is non-zero on one rank: bits are kept
+        return math.fsum(every.tolist())
 
 
 class NonuniformTPOptimizer(DistributedOptimizer):

@@ -87,6 +87,15 @@ def slice_of(spec: ParameterSpec, holder: int, holders: int) -> tuple[int, int]:
     return min(start * BLOCK, spec.unit_elements), min(stop * BLOCK, spec.unit_elements)
 
 
+def kept_places(holder: int, holders: int, copies: int) -> tuple[int, ...]:
+    """Places whose slices `holder` keeps: its own first, then those of its predecessors.
+
+    Every slice is thus kept by `copies` consecutive holders (all of them, where there are fewer), which
+    compute the same update.
+    """
+    return tuple((holder - back) % holders for back in range(min(copies, holders)))
+
+
 def unit_counts(model: ModelConfig) -> dict[UnitKind, int]:
     """How many units of each kind the model has."""
     return {

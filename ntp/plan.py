@@ -57,6 +57,7 @@ class Plan:
         groups: gradient groups in a step.
         group_size: microbatches in a group; the last may be short.
         microbatches: microbatches in a step.
+        copies: how many replicas keep each slice of the optimizer state.
         replicas: the replicas that compute, by coordinate.
         dropped: coordinates that do not, each with the reason.
         standbys: live ranks that hold no shard.
@@ -69,6 +70,7 @@ class Plan:
     groups: int
     group_size: int
     microbatches: int
+    copies: int
     replicas: tuple[Replica, ...]
     dropped: tuple[tuple[int, str], ...]
     standbys: tuple[int, ...]
@@ -112,6 +114,7 @@ class Plan:
             "groups": self.groups,
             "group_size": self.group_size,
             "microbatches": self.microbatches,
+            "copies": self.copies,
             "replicas": [_replica_json(replica) for replica in self.replicas],
             "dropped": [{"index": index, "reason": reason} for index, reason in self.dropped],
             "workers": list(self.workers),
@@ -169,6 +172,7 @@ def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0)
         groups=groups,
         group_size=size,
         microbatches=len(microbatches),
+        copies=min(config.optimizer.copies, len(replicas)),
         replicas=replicas,
         dropped=dropped,
         standbys=tuple(sorted((*idle, *spilled))),
@@ -181,7 +185,8 @@ def _fill(
 ) -> tuple[list[list[int | None]], list[int]]:
     """Live rank (or None) at every position, after standbys have taken over what they can.
 
-    `ranks` are the process ranks by coordinate. A standby goes to the replica that misses most ranks, to its lowest missing position.
+    `ranks` are the process ranks by coordinate. A standby goes to the replica that misses most ranks, to its
+    lowest missing position.
     """
     slots: list[list[int | None]] = [
         [None if rank in failed else rank for rank in ranks[r * tp : (r + 1) * tp]] for r in range(dp)

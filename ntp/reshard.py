@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ntp.collectives import Group, Handle
-from ntp.parameters import ParameterSpec, slice_of
+from ntp.parameters import ParameterSpec, kept_places, slice_of
 from ntp.plan import Plan, Replica
 from ntp.units import OwnerTable, UnitRange, moves
 
@@ -72,42 +72,54 @@ def carriers(spec: ParameterSpec, replica: Replica) -> OwnerTable:
 
 
 def gradient_manifest(plan: Plan, rank: int, specs: Iterable[ParameterSpec], carried_by: Tables) -> Manifest:
-    """Gradient rectangles from every replica to the carriers of the slices."""
-    mine = plan.replica_of(rank)
+    """Gradient rectangles from every replica to all carriers that keep a slice of the optimizer state."""
+    here_place = place_of(plan, rank)
     sends: list[Rectangle] = []
     receives: list[Rectangle] = []
     for spec in specs:
-        here = _only(carried_by(spec, mine), rank)
+        here = _only(carried_by(spec, plan.replicas[here_place]), rank)
         for place, replica in enumerate(plan.replicas):
             there = carried_by(spec, replica)
-            start, stop = slice_of(spec, place, len(plan.replicas))
-            sends += [Rectangle(spec, m.target, m.units, start, stop) for m in moves(here, there)]
-            start, stop = slice_of(spec, plan.replicas.index(mine), len(plan.replicas))
-            receives += [Rectangle(spec, m.source, m.units, start, stop) for m in moves(there, here)]
+            for start, stop in kept_slices(plan, spec, place):
+                sends += [Rectangle(spec, m.target, m.units, start, stop) for m in moves(here, there)]
+            for start, stop in kept_slices(plan, spec, here_place):
+                receives += [Rectangle(spec, m.source, m.units, start, stop) for m in moves(there, here)]
     return _ordered(sends, receives)
 
 
 def parameter_manifest(
     plan: Plan, rank: int, specs: Iterable[ParameterSpec], carried_by: Tables, held_by: Tables
 ) -> Manifest:
-    """Parameter rectangles from the carriers of the slices to every holder."""
-    mine = plan.replica_of(rank)
+    """Parameter rectangles to every holder: from its own replica's carriers where they keep the slice."""
+    here_place, holders_count = place_of(plan, rank), len(plan.replicas)
+    kept = [kept_places(place, holders_count, plan.copies) for place in range(holders_count)]
     sends: list[Rectangle] = []
     receives: list[Rectangle] = []
     for spec in specs:
+        mine = plan.replicas[here_place]
         carried, held = _only(carried_by(spec, mine), rank), _only(held_by(spec, mine), rank)
-        for place, replica in enumerate(plan.replicas):
-            start, stop = slice_of(spec, plan.replicas.index(mine), len(plan.replicas))
-            sends += [
-                Rectangle(spec, m.target, m.units, start, stop)
-                for m in moves(carried, held_by(spec, replica))
-            ]
-            start, stop = slice_of(spec, place, len(plan.replicas))
-            receives += [
-                Rectangle(spec, m.source, m.units, start, stop)
-                for m in moves(carried_by(spec, replica), held)
-            ]
+        for target, replica in enumerate(plan.replicas):
+            for owner in range(holders_count):
+                source = target if owner in kept[target] else owner
+                start, stop = slice_of(spec, owner, holders_count)
+                if source == here_place:
+                    delivered = moves(carried, held_by(spec, replica))
+                    sends += [Rectangle(spec, m.target, m.units, start, stop) for m in delivered]
+                if target == here_place:
+                    delivered = moves(carried_by(spec, plan.replicas[source]), held)
+                    receives += [Rectangle(spec, m.source, m.units, start, stop) for m in delivered]
     return _ordered(sends, receives)
+
+
+def place_of(plan: Plan, rank: int) -> int:
+    """Which of the live replicas `rank` works in."""
+    return plan.replicas.index(plan.replica_of(rank))
+
+
+def kept_slices(plan: Plan, spec: ParameterSpec, place: int) -> list[tuple[int, int]]:
+    """Element ranges of every unit of `spec` whose state the replica at `place` keeps, its own first."""
+    holders_count = len(plan.replicas)
+    return [slice_of(spec, owner, holders_count) for owner in kept_places(place, holders_count, plan.copies)]
 
 
 def _only(table: OwnerTable, rank: int) -> OwnerTable:
@@ -115,8 +127,8 @@ def _only(table: OwnerTable, rank: int) -> OwnerTable:
 
 
 def _ordered(sends: Iterable[Rectangle], receives: Iterable[Rectangle]) -> Manifest:
-    def order(rectangle: Rectangle) -> tuple[int, int, UnitRange]:
-        return rectangle.peer, rectangle.spec.index, rectangle.units
+    def order(rectangle: Rectangle) -> tuple[int, int, UnitRange, int]:
+        return rectangle.peer, rectangle.spec.index, rectangle.units, rectangle.start
 
     return Manifest(
         tuple(sorted((r for r in sends if r.elements), key=order)),

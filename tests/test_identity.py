@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ntp.ddp import DistributedDataParallel, NonuniformTPDistributedDataParallel
-from ntp.parameters import parameter_specs, slice_of
+from ntp.parameters import parameter_specs
 from ntp.plan import make_plan
 from ntp.testing import simulate
 from tests.shapes import LLAMA, make_config
@@ -44,7 +44,7 @@ def exchange(member, wrapper, specs, overlap):
             if weights[spec.name].on_grad_ready is not None:
                 weights[spec.name].on_grad_ready()
     gradients = ddp.sync()
-    return {name: (ddp.buffer.carried(by_name(specs, name)), value) for name, value in gradients.items()}
+    return {key: (ddp.buffer.carried(by_name(specs, key[0])), value) for key, value in gradients.items()}
 
 
 def by_name(specs, name):
@@ -52,28 +52,27 @@ def by_name(specs, name):
 
 
 def check(plan, specs, results, groups):
-    """Every element of every unit arrives once per carrier and equals the sum over all groups."""
+    """Every element of every unit arrives at each of its keepers and equals the sum over all groups."""
     for spec in specs:
         total = {u: sum(encoded(spec, u, g) for g in range(groups)) for u in range(spec.units)}
-        seen = dict.fromkeys(range(spec.units), 0)
-        for place, replica in enumerate(plan.replicas):
-            start, stop = slice_of(spec, place, len(plan.replicas))
-            for rank in replica.members:
-                if spec.name not in results[rank]:
-                    continue
-                units, values = results[rank][spec.name]
-                for row, unit in enumerate(units):
-                    assert torch.equal(values[row], total[unit][start:stop]), (spec.name, unit, rank)
-                    seen[unit] += stop - start
-        assert all(count >= spec.unit_elements for count in seen.values()), spec.name
-        if spec.kind is not None:
-            assert all(count == spec.unit_elements for count in seen.values()), spec.name
+        keepers = {unit: torch.zeros(spec.unit_elements) for unit in range(spec.units)}
+        for result in results.values():
+            for (name, start), (units, values) in result.items():
+                for row, unit in enumerate(units if name == spec.name else ()):
+                    stop = start + values.shape[1]
+                    assert torch.equal(values[row], total[unit][start:stop]), (name, unit)
+                    keepers[unit][start:stop] += 1
+        for count in keepers.values():
+            assert (count >= plan.copies).all(), spec.name
+            assert spec.kind is None or (count == plan.copies).all(), spec.name
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("overlap", "copies"), [(True, 1), (False, 2)])
 @pytest.mark.parametrize("degrees", list(itertools.product((1, 2, 3, 4), repeat=2)))
-def test_exchange_between_any_two_degrees_is_exact(degrees, overlap):
-    config = make_config(SHAPE, parallel={"dp": 2, "tp": 4}, train={"global_batch": 7})
+def test_exchange_between_any_two_degrees_is_exact(degrees, overlap, copies):
+    config = make_config(
+        SHAPE, parallel={"dp": 2, "tp": 4}, train={"global_batch": 7}, optimizer={"copies": copies}
+    )
     failed = [r * 4 + p for r, degree in enumerate(degrees) for p in range(degree, 4)]
     plan, specs = make_plan(config, failed), parameter_specs(config.model)
     assert tuple(replica.degree for replica in plan.replicas) == degrees
