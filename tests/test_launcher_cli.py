@@ -58,7 +58,7 @@ BAD_INPUT = [
     (["--set", "train.stpes=3"], "train.stpes"),
     (["--set", "train.steps=three"], "three"),
     (["--set", "train.steps"], "'train.steps'"),
-    (["--set", "parallel.tp=5"], "5"),
+    (["--set", "parallel.tp=50"], "50"),
     (["--set", "data.path=nowhere.txt"], "nowhere.txt"),
     (["--set", "data.path=empty.txt"], "empty.txt"),
     (["--set", "data.path=short.txt"], "short.txt"),
