@@ -8,6 +8,7 @@ simulated ranks (threads) in `ntp.testing`.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, Protocol
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 from ntp.plan import Plan
 
 ReduceOp = Literal["sum", "max"]
+
+_HOST_TIMEOUT = timedelta(hours=2)
+"""Of a collective of a host group: one rank may write a checkpoint to a slow disk while the others wait."""
 
 
 class Handle(Protocol):
@@ -83,8 +87,11 @@ class _Done:
 class Fabric(Protocol):
     """Makes groups; every rank of the job calls `group` with the same lists in the same order."""
 
-    def group(self, ranks: Sequence[int]) -> Group | None:
-        """A group of these process ranks, or None where the caller is not among them."""
+    def group(self, ranks: Sequence[int], on_host: bool = False) -> Group | None:
+        """A group of these process ranks, or None where the caller is not among them.
+
+        With `on_host` it carries tensors in host memory whatever the device, and has time for slow disks.
+        """
         ...
 
 
@@ -96,19 +103,21 @@ class Mesh:
         workers: every rank that holds a shard.
         tensor: the ranks of this worker's replica, by tensor-parallel position.
         peers: the ranks at this worker's position in every replica that has that position.
+        host: the ranks of `workers` again, with host tensors: for checkpoints, behind the training steps.
     """
 
     rank: int
     workers: Group
     tensor: Group
     peers: Group
+    host: Group
 
 
 def build_mesh(plan: Plan, rank: int, fabric: Fabric) -> Mesh | None:
     """Create the groups of `plan`; None for a standby. Collective over every live rank."""
 
-    def mine(lists: Sequence[Sequence[int]]) -> Group | None:
-        groups = [fabric.group(ranks) for ranks in lists]
+    def mine(lists: Sequence[Sequence[int]], on_host: bool = False) -> Group | None:
+        groups = [fabric.group(ranks, on_host) for ranks in lists]
         return next((group for group in groups if group is not None), None)
 
     workers = mine([plan.workers])
@@ -116,9 +125,10 @@ def build_mesh(plan: Plan, rank: int, fabric: Fabric) -> Mesh | None:
     degree = max(replica.degree for replica in plan.replicas)
     columns = [[r.members[p] for r in plan.replicas if p < r.degree] for p in range(degree)]
     peers = mine(columns)
-    if workers is None or tensor is None or peers is None:
+    host = mine([plan.workers], on_host=True)
+    if workers is None or tensor is None or peers is None or host is None:
         return None
-    return Mesh(rank, workers, tensor, peers)
+    return Mesh(rank, workers, tensor, peers, host)
 
 
 class TorchGroup(Group):
@@ -156,8 +166,11 @@ class TorchFabric:
         self._index = {process: place for place, process in enumerate(world)}
         self._rank = rank
 
-    def group(self, ranks: Sequence[int]) -> Group | None:
-        process_group = dist.new_group([self._index[rank] for rank in ranks], use_local_synchronization=False)
+    def group(self, ranks: Sequence[int], on_host: bool = False) -> Group | None:
+        options = {"backend": "gloo", "timeout": _HOST_TIMEOUT} if on_host else {}
+        process_group = dist.new_group(
+            [self._index[rank] for rank in ranks], use_local_synchronization=False, **options
+        )
         if self._rank not in ranks:
             return None
         assert isinstance(process_group, dist.ProcessGroup)

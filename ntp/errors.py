@@ -25,3 +25,11 @@ class PlanError(NtpError):
 
 class DataError(NtpError):
     """A data source or tokenizer is missing, empty, too short or does not fit the model."""
+
+
+class CheckpointError(NtpError):
+    """A checkpoint is missing, damaged, cannot be written or belongs to another model."""
+
+
+class HuggingFaceError(NtpError):
+    """A Hugging Face folder is incomplete, of another shape or of an architecture that is not known here."""

@@ -32,11 +32,11 @@ def metrics_line(result: StepResult, seconds: float, generation: int) -> dict[st
 
 
 def summary(
-    plan: Plan, result: StepResult | None, hashes: StateHashes, usage: Usage, wall_s: float
+    plan: Plan, step: int, result: StepResult | None, hashes: StateHashes, usage: Usage, wall_s: float
 ) -> dict[str, object]:
-    """The content of `summary.json`; `result` is the last step's."""
+    """The content of `summary.json`; `step` is the last one, `result` its own where this run computed it."""
     return {
-        "steps": result.step if result else 0,
+        "steps": step,
         "loss": result.loss if result else None,
         "loss_bits": bits_of(result.loss) if result else None,
         "weights_sha256": hashes.weights_sha256,
@@ -50,15 +50,27 @@ def summary(
 
 
 class Metrics:
-    """Appends lines to `metrics.jsonl`; a file from an earlier run in the directory is replaced."""
+    """Appends lines to `metrics.jsonl`, after those that an earlier run there wrote up to `step`."""
 
-    def __init__(self, run_dir: Path):
-        self._file = (run_dir / "metrics.jsonl").open("w", encoding="utf-8")
+    def __init__(self, run_dir: Path, step: int = 0):
+        path = run_dir / "metrics.jsonl"
+        kept = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)
+        self._file = path.open("a", encoding="utf-8")
 
     def append(self, line: dict[str, object]) -> None:
         """Write one line, complete on disk before the next step."""
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+
+
+def read_lines(path: Path) -> list[str]:
+    """The whole lines of a file, each with its end; a last one that was cut off is left out."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
 
 
 def write_json(path: Path, values: dict[str, object]) -> None:

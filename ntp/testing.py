@@ -112,7 +112,7 @@ class SimulatedFabric:
         self._rank = rank
         self._made = 0
 
-    def group(self, ranks: Sequence[int]) -> Group | None:
+    def group(self, ranks: Sequence[int], on_host: bool = False) -> Group | None:
         self._made += 1
         if self._rank not in ranks:
             return None

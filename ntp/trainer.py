@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,12 +76,21 @@ class Trainer:
         refresh_exponents(self.weights.values(), mesh.tensor)
         self._gemm_flops = 0
 
-    def step(self, step: int) -> StepResult:
-        """Run and commit step `step` (from 1); collective over the workers."""
+    def publish(self) -> None:
+        """Renew the parameters that compute after a change of the masters; collective over the workers."""
+        self.optimizer.return_parameters()
+        refresh_exponents(self.weights.values(), self.mesh.tensor)
+
+    def step(self, step: int, before_commit: Callable[[], None] = lambda: None) -> StepResult:
+        """Run and commit step `step` (from 1); collective over the workers.
+
+        `before_commit` is called when the gradients are there and the state is about to change.
+        """
         losses = self._accumulate(step)
         gradients = self.ddp.sync()
         loss, tokens = self._combine(losses)
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
+        before_commit()
         norm = self.optimizer.commit(gradients, tokens, rate, step)
         refresh_exponents(self.weights.values(), self.mesh.tensor)
         return StepResult(step, loss, norm, rate, tokens)

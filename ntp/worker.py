@@ -1,7 +1,8 @@
 """Entry point of a worker process, and the only reader of its environment.
 
 The launcher sets RANK (the base-mesh rank), LOCAL_RANK, MASTER_ADDR, MASTER_PORT, NTP_CONFIG (JSON),
-NTP_FAILED and NTP_RUN_DIR. Every worker derives the same plan from them. A standby joins the world and waits.
+NTP_FAILED, NTP_RUN_DIR, NTP_RESUME and NTP_STRICT. Every worker derives the same plan from them. A standby
+joins the world and waits.
 """
 
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from ntp.checkpoint.session import Checkpoints
 from ntp.collectives import Mesh, build_mesh
 from ntp.config import Config, parse_config
 from ntp.data import open_datasets
@@ -34,6 +36,8 @@ class Surroundings:
     config: Config
     failed: frozenset[int]
     run_dir: Path
+    resume: str | None
+    strict: bool
 
     @classmethod
     def from_environment(cls) -> "Surroundings":
@@ -44,6 +48,8 @@ class Surroundings:
             config=parse_config(os.environ["NTP_CONFIG"]),
             failed=frozenset(int(rank) for rank in failed.split(",") if rank),
             run_dir=Path(os.environ["NTP_RUN_DIR"]),
+            resume=os.environ.get("NTP_RESUME") or None,
+            strict=os.environ.get("NTP_STRICT") == "1",
         )
 
 
@@ -89,37 +95,47 @@ def _train(here: Surroundings, plan: Plan, mesh: Mesh, device: torch.device, sta
         cache_dir=here.run_dir / "tokens",
     )
     trainer = Trainer(config, plan, mesh, datasets, device)
-    metrics = Metrics(here.run_dir) if reports else None
+    checkpoints = Checkpoints(config, here.run_dir, mesh, say=_say if reports else lambda line: None)
+    step = first = checkpoints.start(trainer, here.resume, here.strict)
+    metrics = Metrics(here.run_dir, first) if reports else None
     result = None
-    for step in range(1, config.train.steps + 1):
+    if config.train.last_step == 0:
+        checkpoints.after(trainer, 0)
+    for step in range(first + 1, config.train.last_step + 1):
         before = time.monotonic()
-        result = trainer.step(step)
+        result = trainer.step(step, checkpoints.before_commit)
         held_out = trainer.evaluate() if _is_due(step, config.train.eval_every) else None
         if metrics:
             line = metrics_line(result, time.monotonic() - before, plan.generation)
             metrics.append(line if held_out is None else {**line, "held_out_loss": held_out})
-            if _is_due(step, config.log.every) or step == config.train.steps:
-                _say(config, result, line["tokens_per_s"], held_out)
+            if _is_due(step, config.log.every) or step == config.train.last_step:
+                _say(_step_line(config, result, line["tokens_per_s"], held_out))
+        checkpoints.after(trainer, step)
     hashes, usage = trainer.hashes(), trainer.usage()
     if reports:
         write_json(
             here.run_dir / "summary.json",
-            summary(plan, result, hashes, usage, time.monotonic() - started),
+            summary(plan, step, result, hashes, usage, time.monotonic() - started),
         )
-        sys.stdout.write(f"weights_sha256 {hashes.weights_sha256}\n")
+        _say(f"weights_sha256 {hashes.weights_sha256}")
+    checkpoints.end()
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _say(config: Config, result: StepResult, tokens_per_s: object, held_out: float | None) -> None:
+def _step_line(config: Config, result: StepResult, tokens_per_s: object, held_out: float | None) -> str:
     """One plain line about a step."""
     evaluated = "" if held_out is None else f"  held-out {held_out:.4f}"
-    sys.stdout.write(
+    return (
         f"step {result.step}/{config.train.steps}  loss {result.loss:.4f}{evaluated}"
-        f"  grad norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  {tokens_per_s} tokens/s\n"
+        f"  grad norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  {tokens_per_s} tokens/s"
     )
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 

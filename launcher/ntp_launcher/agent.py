@@ -71,7 +71,7 @@ class MeshAgent(SimpleElasticAgent):
         """This node's live ranks, once the agents agree on the job, the blocks and the run directory."""
         job = self._job
         self._board = Board(store, group_rank, group_world_size)
-        claim = {"node": self._nodes.node_rank, "job": job.fingerprint(), "run_dir": proposed_run_dir()}
+        claim = {"node": self._nodes.node_rank, "job": job.fingerprint(), "run_dir": proposed_run_dir(job)}
         claims = self._board.exchange("claim", claim)
         try:
             places = self._take_block(claims, group_rank)

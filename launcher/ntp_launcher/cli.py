@@ -72,6 +72,14 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         "--run-dir", "--run_dir", metavar="DIR", help="where results go (default: runs/<time>)"
     )
     parser.add_argument(
+        "--resume",
+        metavar="WHAT",
+        help="go on from a checkpoint: auto (the latest), a step, or the path of a checkpoint or run",
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a damaged checkpoint, do not take an older one"
+    )
+    parser.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="show the config and the plan, start nothing"
     )
     add_torchrun_flags(parser, environ)
@@ -89,7 +97,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str
     if args.dry_run:
         show(config, plan, Console())
         return 0
-    return _launch(Job(config, plan, args.run_dir, environ, worker_module), nodes)
+    job = Job(config, plan, args.run_dir, environ, worker_module, args.resume, args.strict)
+    return _launch(job, nodes)
 
 
 def _launch(job: Job, nodes: Nodes) -> int:

@@ -27,7 +27,8 @@ def worker_environment(
     """The launcher's environment, torchrun's variables, and ours.
 
     RANK is the base-mesh rank and WORLD_SIZE counts failed ranks too; LOCAL_RANK is the place (the GPU) on
-    the node. NTP_CONFIG is the resolved configuration as JSON, NTP_FAILED the failed ranks with commas.
+    the node. NTP_CONFIG is the resolved configuration as JSON, NTP_FAILED the failed ranks with commas,
+    NTP_RESUME what to go on from ("" = nothing), NTP_STRICT 1 where a damaged checkpoint is refused.
     """
     # More threads would cut reductions elsewhere; NVLink multicast sums in an order of its own.
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NCCL_NVLS_ENABLE": "0"}
@@ -53,4 +54,6 @@ def worker_environment(
         "NTP_RUN_DIR": str(run_dir),
         "NTP_CONFIG": job.config.model_dump_json(),
         "NTP_FAILED": ",".join(str(rank) for rank in job.plan.failed),
+        "NTP_RESUME": job.resume or "",
+        "NTP_STRICT": "1" if job.strict else "0",
     }

@@ -10,30 +10,59 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ntp.config import Config, dump_yaml
+from ntp.checkpoint.store import CheckpointStore, checkpoint_directory
+from ntp.config import Config, dump_yaml, load_config
+from ntp.errors import ConfigError
 from ntp.plan import Plan
 from ntp_launcher.flags import LaunchError
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run. `run_dir` None = the one that the first node proposes; `environ` is the launcher's own."""
+    """What to run.
+
+    Attributes:
+        run_dir: None = the one that the first node proposes.
+        environ: the launcher's own.
+        resume: what to go on from: auto, a step or a path; None = a new run.
+        strict: refuse a damaged checkpoint.
+    """
 
     config: Config
     plan: Plan
     run_dir: str | None
     environ: Mapping[str, str]
     worker_module: str = "ntp.worker"
+    resume: str | None = None
+    strict: bool = False
 
     def fingerprint(self) -> str:
         """Equal on two nodes exactly when they were asked for the same job."""
-        return json.dumps([self.config.model_dump_json(), self.plan.to_json()], sort_keys=True)
+        start = [self.resume, self.strict]
+        return json.dumps([self.config.model_dump_json(), self.plan.to_json(), start], sort_keys=True)
 
 
-def proposed_run_dir() -> str:
-    """`runs/<time>`, in local time, to the millisecond."""
+def proposed_run_dir(job: Job) -> str:
+    """`runs/<time>`, in local time, to the millisecond; to go on, the newest run of this model that can."""
+    if job.resume is not None and (job.resume == "auto" or job.resume.isdecimal()):
+        previous = previous_run(job.config, Path("runs"))
+        if previous is not None:
+            return str(previous)
     now = time.time()
     return f"runs/{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now * 1000) % 1000:03d}"
+
+
+def previous_run(config: Config, runs: Path) -> Path | None:
+    """The newest run directory below `runs` that has a checkpoint of a model of this shape."""
+    for run_dir in sorted(runs.glob("*"), key=lambda path: path.name, reverse=True):
+        try:
+            saved = load_config(run_dir / "resolved.yaml")
+        except ConfigError:
+            continue
+        directory = checkpoint_directory(saved, run_dir)
+        if saved.model == config.model and CheckpointStore(directory).steps():
+            return run_dir
+    return None
 
 
 def prepare_run_dir(job: Job, path: str) -> Path:

@@ -1,0 +1,245 @@
+"""Saving behind the training steps.
+
+    saver.save(optimizer, step)     # after the commit of `step`; returns at once
+    saver.wait_staged()             # before the next commit: the state may change from here on
+    saver.poll()                    # reports of saves that have ended
+    saver.finish()                  # waits for the save under way
+
+A thread copies this rank's slices to host memory while the next step computes, writes them, and agrees with
+the other ranks over a group of its own. One save is under way at a time: `save` waits for the one before, so
+a disk slower than the interval slows training down instead of filling memory. A save that fails anywhere
+(disk full, a rank's writer dead) fails everywhere with the same words, leaves the older checkpoints as they
+are, and training goes on.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntp.checkpoint.manifest import FileRecord, Manifest, Piece, check_files
+from ntp.checkpoint.pieces import Shard, optimizer_shards, tensor_shapes, write_shards
+from ntp.checkpoint.store import CheckpointStore
+from ntp.collectives import Group
+from ntp.config import Config
+from ntp.errors import CheckpointError
+from ntp.messages import gather_values
+from ntp.optim import DistributedOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """How a save ended, the same on every rank but for times.
+
+    Attributes:
+        error: why it failed, None where it did not.
+        bytes: written by all ranks together.
+        seconds: from the start to the last disk sync.
+        stall_s: how long training stood still for it on this rank.
+    """
+
+    step: int
+    error: str | None
+    bytes: int
+    seconds: float
+    stall_s: float
+
+    def line(self) -> str:
+        """One line for the terminal."""
+        if self.error is not None:
+            return f"checkpoint of step {self.step} failed, training goes on: {self.error}"
+        return (
+            f"checkpoint of step {self.step}: {self.bytes / 1e6:.1f} MB in {self.seconds:.2f} s"
+            f" ({self.bytes / self.seconds / 1e9:.3f} GB/s), stall {self.stall_s:.3f} s"
+        )
+
+
+class _Job:
+    """A save under way."""
+
+    def __init__(self, step: int):
+        self.step = step
+        self.started = time.monotonic()
+        self.staged = threading.Event()
+        self.stall_s = 0.0
+        self.bytes = 0
+        self.error: str | None = None
+        self.ended = self.started
+        self.thread: threading.Thread | None = None
+
+    def report(self) -> SaveReport:
+        return SaveReport(self.step, self.error, self.bytes, self.ended - self.started, self.stall_s)
+
+
+class Saver:
+    """Saves the state of one rank.
+
+    Args:
+        group: every worker; carries host tensors and is used by nothing else.
+        config: goes into the manifest.
+        keep: how many checkpoints stay, 0 = all.
+    """
+
+    def __init__(self, store: CheckpointStore, group: Group, config: Config, keep: int):
+        self._store, self._group = store, group
+        self._config, self._keep = config, keep
+        self._job: _Job | None = None
+        self._ended: list[SaveReport] = []
+        self._host: tuple[Tensor, ...] = ()
+
+    def save(self, optimizer: DistributedOptimizer, step: int) -> None:
+        """Start saving the state after `step`; every worker calls it, and has not begun the next commit."""
+        before = time.monotonic()
+        self.finish()
+        job = self._job = _Job(step)
+        source = (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)
+        if [flat.shape for flat in self._host] != [flat.shape for flat in source]:
+            pinned = optimizer.master.is_cuda
+            self._host = tuple(torch.empty(flat.shape, pin_memory=pinned) for flat in source)
+        shards = optimizer_shards(optimizer, self._host, once=True)
+        shapes = tensor_shapes(optimizer.buffer.specs)
+        stage = _stager(source, self._host)
+        job.thread = threading.Thread(
+            target=self._run, args=(job, stage, shards, shapes), name=f"checkpoint{step}", daemon=True
+        )
+        job.thread.start()
+        job.stall_s += time.monotonic() - before
+
+    def wait_staged(self) -> None:
+        """Return when the state of the save under way is in host memory and may change."""
+        if self._job is not None:
+            before = time.monotonic()
+            self._job.staged.wait()
+            self._job.stall_s += time.monotonic() - before
+
+    def poll(self) -> list[SaveReport]:
+        """Reports of the saves that have ended since the last call, oldest first."""
+        if self._job is not None and self._job.thread is not None and not self._job.thread.is_alive():
+            self._ended.append(self._job.report())
+            self._job = None
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finish(self) -> None:
+        """Wait for the save under way; `poll` has its report."""
+        if self._job is not None and self._job.thread is not None:
+            self._job.thread.join()
+            self._ended.append(self._job.report())
+            self._job = None
+
+    def _run(
+        self,
+        job: _Job,
+        stage: Callable[[], None],
+        shards: Sequence[Shard],
+        shapes: dict[str, tuple[int, int]],
+    ) -> None:
+        try:
+            self._save(job, stage, shards, shapes)
+        except CheckpointError as error:
+            job.error = str(error)
+        except Exception as error:  # noqa: BLE001 - a lost peer: the thread has only its report to speak by
+            job.error = f"lost touch with the other ranks: {error}"
+        finally:
+            job.ended = time.monotonic()
+            job.staged.set()
+
+    def _save(
+        self,
+        job: _Job,
+        stage: Callable[[], None],
+        shards: Sequence[Shard],
+        shapes: dict[str, tuple[int, int]],
+    ) -> None:
+        """The steps of a save; each is agreed on before the next, so that all ranks end at the same one."""
+        store, step = self._store, job.step
+
+        def prepare() -> None:
+            stage()
+            job.staged.set()
+            if self._group.leads:
+                store.begin(step)
+
+        def write() -> list[Any]:
+            path = store.temporary(step) / f"pieces-{self._group.rank:05d}.safetensors"
+            if not shards:
+                return []
+            record, pieces = write_shards(path, shards)
+            return [record.to_json(), [piece.to_json() for piece in pieces]]
+
+        def publish(written: list[Any]) -> None:
+            if self._group.leads:
+                self._publish(job, shapes, written)
+
+        try:
+            self._agree(prepare)
+            written = [values for values in self._agree(write) if values]
+            job.bytes = sum(record[1] for record, _ in written)
+            self._agree(lambda: publish(written))
+        except CheckpointError:
+            if self._group.leads:
+                store.discard(step)
+            raise
+
+    def _publish(self, job: _Job, shapes: dict[str, tuple[int, int]], written: list[Any]) -> None:
+        manifest = Manifest(
+            step=job.step,
+            config=self._config.model_dump(mode="json"),
+            shapes=shapes,
+            files=tuple(FileRecord(*record) for record, _ in written),
+            pieces=tuple(Piece.from_json(values) for _, pieces in written for values in pieces),
+        )
+        check_files(self._store.temporary(job.step), manifest)  # not there: the hosts share no file system
+        self._store.publish(job.step, manifest.text())
+        self._store.prune(job.step, self._keep)
+
+    def _agree(self, action: Callable[[], Any]) -> list[Any]:
+        """Run `action` on every rank and return what each returned.
+
+        Raises CheckpointError on every rank where it failed on one.
+        """
+        value, error = None, None
+        try:
+            value = action()
+        except Exception as failure:  # noqa: BLE001 - raised below, on every rank
+            error = _reason(failure)
+        outcomes = gather_values(self._group, {"value": value, "error": error})
+        for rank, outcome in zip(self._group.ranks, outcomes, strict=True):
+            if outcome["error"] is not None:
+                raise CheckpointError(f"rank {rank}: {outcome['error']}")
+        return [outcome["value"] for outcome in outcomes]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        place = f" ({Path(str(error.filename)).name})" if error.filename else ""
+        return f"{error.strerror}{place}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _stager(source: Sequence[Tensor], host: Sequence[Tensor]) -> Callable[[], None]:
+    """A function for another thread that copies device tensors, as they are now, to host memory."""
+    if not source[0].is_cuda:
+
+        def copy() -> None:
+            for here, there in zip(source, host, strict=True):
+                there.copy_(here)
+
+        return copy
+    committed = torch.cuda.Event()
+    committed.record(torch.cuda.current_stream(source[0].device))
+
+    def copy_behind() -> None:
+        stream = torch.cuda.Stream(source[0].device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(committed)
+            for here, there in zip(source, host, strict=True):
+                there.copy_(here, non_blocking=True)
+        stream.synchronize()
+
+    return copy_behind

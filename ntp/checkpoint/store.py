@@ -1,0 +1,139 @@
+"""A directory of checkpoints, and how one appears in it whole or not at all.
+
+A save fills `step-N.tmp`, syncs every file and the folder, renames it to `step-N` in one step, syncs the
+directory, and only then points the file `latest` at it. What is removed is renamed away first. So a folder
+without a suffix is always complete, whatever moment a process was killed at.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ntp.checkpoint.manifest import MANIFEST
+from ntp.config import Config
+from ntp.errors import CheckpointError
+
+LATEST = "latest"
+_NAME = re.compile(r"step-([0-9]{8,})")
+_UNFINISHED = re.compile(r"step-[0-9]{8,}\.(tmp|removed)")
+
+
+class CheckpointStore:
+    """The checkpoints below `directory`, which need not exist before the first save."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    def path(self, step: int) -> Path:
+        """The folder of the checkpoint after `step`."""
+        return self.directory / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a complete folder, ascending."""
+        return sorted(int(match[1]) for name in self._names() if (match := _NAME.fullmatch(name)))
+
+    def unfinished(self) -> list[str]:
+        """Folders that a killed save or removal has left."""
+        return sorted(name for name in self._names() if _UNFINISHED.fullmatch(name))
+
+    def latest(self) -> int | None:
+        """The step that `latest` names; None where there is no such file or it names no folder."""
+        try:
+            match = _NAME.fullmatch((self.directory / LATEST).read_text(encoding="utf-8").strip())
+        except (OSError, UnicodeDecodeError):
+            return None
+        return int(match[1]) if match and self.path(int(match[1])).is_dir() else None
+
+    def candidates(self, step: int | None = None) -> list[Path]:
+        """Checkpoints to try, best first: `step` and the older ones.
+
+        Without `step` it is the one that `latest` names: what is newer was left by a run that this one has
+        gone back behind. Where `latest` is lost it is the newest.
+
+        Raises CheckpointError where there is none of `step`.
+        """
+        steps = self.steps()
+        if step is not None and step not in steps:
+            found = ", ".join(str(s) for s in steps) or "none"
+            raise CheckpointError(
+                f"no checkpoint of step {step} in {str(self.directory)!r}; there are: {found}"
+            )
+        top = step if step is not None else self.latest()
+        return [self.path(s) for s in reversed(steps) if top is None or s <= top]
+
+    def begin(self, step: int) -> Path:
+        """An empty temporary folder for the checkpoint of `step`; what killed processes left is removed."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for name in self.unfinished():
+            shutil.rmtree(self.directory / name)
+        path = self.temporary(step)
+        path.mkdir()
+        return path
+
+    def temporary(self, step: int) -> Path:
+        """Where the checkpoint of `step` is put together."""
+        return self.path(step).with_suffix(".tmp")
+
+    def publish(self, step: int, manifest_text: str) -> Path:
+        """Turns the temporary folder, whose files are synced, into the checkpoint of `step`."""
+        temporary, path = self.temporary(step), self.path(step)
+        write_durably(temporary / MANIFEST, manifest_text)
+        sync_directory(temporary)
+        if path.exists():  # a run that went back comes here again
+            if self.latest() == step:
+                (self.directory / LATEST).unlink()
+            self._remove(path)
+        temporary.rename(path)
+        sync_directory(self.directory)
+        self._point_at(path)
+        return path
+
+    def discard(self, step: int) -> None:
+        """Removes the temporary folder of a save that failed, as far as that can be done."""
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
+
+    def prune(self, step: int, keep: int) -> None:
+        """Removes all but the `keep` newest checkpoints up to `step`; 0 keeps all."""
+        older = [s for s in self.steps() if s <= step]
+        for old in older[:-keep] if keep else ():
+            self._remove(self.path(old))
+
+    def _point_at(self, path: Path) -> None:
+        temporary = self.directory / f"{LATEST}.tmp"
+        write_durably(temporary, path.name + "\n")
+        temporary.replace(self.directory / LATEST)
+        sync_directory(self.directory)
+
+    def _remove(self, path: Path) -> None:
+        away = path.with_suffix(".removed")
+        shutil.rmtree(away, ignore_errors=True)
+        path.rename(away)
+        shutil.rmtree(away)
+
+    def _names(self) -> Iterator[str]:
+        if self.directory.is_dir():
+            yield from (entry.name for entry in self.directory.iterdir())
+
+
+def checkpoint_directory(config: Config, run_dir: Path) -> Path:
+    """`checkpoint.dir`, or a folder in the run directory."""
+    return Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Writes a new file and waits until it is on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in a directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,170 @@
+"""Weights out: a checkpoint as a folder that `transformers` loads.
+
+The masters are written one parameter at a time, so that a model larger than memory can be exported. A model
+that began as a Hugging Face folder keeps that folder's `config.json`, precision and tokenizer.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from ntp.checkpoint.load import resume_candidates
+from ntp.checkpoint.manifest import DamagedError, Manifest, check_files, read_manifest
+from ntp.checkpoint.pieces import read_tensor
+from ntp.checkpoint.store import checkpoint_directory
+from ntp.config import Config, load_config, parse_config
+from ntp.errors import CheckpointError, HuggingFaceError
+from ntp.hugging_face import CONFIG, INDEX, SINGLE, config_json, logical_tensors, read_json
+from ntp.parameters import parameter_specs
+from ntp.tokenizer import ByteTokenizer
+
+FILE_BYTES = 5 << 30
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def export(run_dir: Path, out: Path, step: int | None = None, dtype: str | None = None) -> tuple[int, str]:
+    """Write a checkpoint of a run to the folder `out`, which must be new or empty.
+
+    Args:
+        step: of the checkpoint; None = the newest that is sound.
+        dtype: of the weights; None = that of the folder which the run began with, else float32.
+
+    Returns:
+        The step that was exported and the dtype.
+
+    Raises:
+        CheckpointError, HuggingFaceError: no sound checkpoint; `out` is in use; the source folder is gone.
+    """
+    checkpoint, manifest = _sound_checkpoint(run_dir, step)
+    config = parse_config(json.dumps(manifest.config))
+    source = Path(config.model.init_from) if config.model.init_from else None
+    settings = read_json(source / CONFIG) if source else None
+    dtype = dtype or _dtype_of(settings)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise HuggingFaceError(f"{str(out)!r} exists already; name a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    settings = settings or config_json(config.model, config.train.seq_len, dtype)
+    key = "dtype" if "dtype" in settings else "torch_dtype"
+    _write_json(out / CONFIG, settings | {key: dtype})
+    _write_tokenizer(out, config, source)
+    _write_weights(out, _tensors(checkpoint, manifest, config, DTYPES[dtype]))
+    return manifest.step, dtype
+
+
+def _sound_checkpoint(run_dir: Path, step: int | None) -> tuple[Path, Manifest]:
+    """The newest checkpoint whose manifest and files are whole; the values are verified as they are read."""
+    directory = checkpoint_directory(load_config(run_dir / "resolved.yaml"), run_dir)
+    candidates, _ = resume_candidates("auto" if step is None else str(step), directory)
+    for path in candidates if step is None else candidates[:1]:
+        try:
+            manifest = read_manifest(path)
+            check_files(path, manifest)
+        except DamagedError:
+            if path == candidates[-1] or step is not None:
+                raise
+            continue
+        return path, manifest
+    raise CheckpointError(f"no checkpoint in {str(directory)!r}")
+
+
+def _dtype_of(settings: Mapping[str, Any] | None) -> str:
+    dtype = str((settings or {}).get("dtype") or (settings or {}).get("torch_dtype") or "float32")
+    if dtype not in DTYPES:
+        raise HuggingFaceError(f"cannot write dtype {dtype!r}; give one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _tensors(
+    checkpoint: Path, manifest: Manifest, config: Config, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    for spec in parameter_specs(config.model):
+        stored = read_tensor(checkpoint, manifest, f"{spec.name}.master")
+        for name, values in logical_tensors(spec, stored):
+            yield name, values.to(dtype).contiguous()
+
+
+def _write_weights(out: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """One file, or several of at most `FILE_BYTES` with an index."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        save_file(pending, out / _part(len(shards) + 1), metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, values in tensors:
+        total += values.nbytes
+        if pending and sum(t.nbytes for t in pending.values()) + values.nbytes > FILE_BYTES:
+            flush()
+        pending[name] = values
+    flush()
+    if len(shards) == 1:
+        (out / _part(1)).rename(out / SINGLE)
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (out / _part(number)).rename(out / file)
+        places |= dict.fromkeys(names, file)
+    _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _part(number: int) -> str:
+    return f"model-{number:05d}.safetensors.part"
+
+
+def _write_tokenizer(out: Path, config: Config, source: Path | None) -> None:
+    """The files of the source folder, else of the run's tokenizer; bytes become a tokenizer too."""
+    if source is None and config.data.tokenizer == "byte":
+        byte_tokenizer().save(str(out / "tokenizer.json"))
+        _write_json(
+            out / "tokenizer_config.json",
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"},
+        )
+        return
+    folder = source or Path(config.data.tokenizer).parent
+    for name in (*_TOKENIZER_FILES, "generation_config.json"):
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, out / name)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The byte tokenizer as a `tokenizer.json`: token `b` is byte `b`, 256 ends a document."""
+    letters = _byte_letters()
+    end = ByteTokenizer().end_of_document
+    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in letters.items()}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    assert tokenizer.token_to_id("<|endoftext|>") == end
+    return tokenizer
+
+
+def _byte_letters() -> dict[int, str]:
+    """The letter that stands for each byte in a byte-level vocabulary: itself where it can be printed."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + place) for place, b in enumerate(hidden)}
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
