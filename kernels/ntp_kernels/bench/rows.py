@@ -56,14 +56,34 @@ def measure_ceiling() -> Ceiling:
     return Ceiling(2 * 8192**3 / product / 1e6, 2 * (1 << 30) / copy / 1e3)
 
 
-def interleaved(calls: Sequence[Call], rounds: int = 7, budget_us: float = 3000.0) -> list[float]:
+def interleaved(
+    calls: Sequence[Call], rounds: int = 7, budget_us: float = 3000.0, *, graphs: bool = False
+) -> list[float]:
     """Median microseconds of each call, timed in turns so that the card's clock favours none.
 
-    A turn repeats its call for about `budget_us`; the first turn of each is warm-up and counts for nothing.
+    A turn repeats its call for about `budget_us`; the first turn of each is warm-up and counts for nothing. With
+    `graphs` a turn is one replay of a CUDA graph, so that launches of small kernels do not count.
     """
     repeats = [max(1, min(50, round(budget_us / _elapsed(call, 2)))) for call in calls]
-    turns = [[_elapsed(call, n) for call, n in zip(calls, repeats, strict=True)] for _ in range(rounds)]
+    if graphs:
+        calls = [_captured(call, n).replay for call, n in zip(calls, repeats, strict=True)]
+    turns = [
+        [
+            _elapsed(call, 1) / n if graphs else _elapsed(call, n)
+            for call, n in zip(calls, repeats, strict=True)
+        ]
+        for _ in range(rounds)
+    ]
     return [statistics.median(times) for times in zip(*turns, strict=True)]
+
+
+def _captured(call: Call, repeats: int) -> torch.cuda.CUDAGraph:
+    """A graph of `repeats` calls in a row."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    return graph
 
 
 def _elapsed(call: Call, repeats: int) -> float:

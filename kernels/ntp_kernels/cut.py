@@ -1,0 +1,146 @@
+"""The contraction that sharding cuts, as integers: any cut, any order of summation, the same bits.
+
+`cut_matmul` gives int32 partial sums of a [M, U, R] times w [U, R, D] on a grid that all ranks share; the caller adds
+them over ranks with an integer SUM, `finish` turns the total into floats. Scales: `cut_scale.py`.
+
+Biased chains. Element (i, j) of the tensor core's accumulator starts at 1.5 * 2^E, where the scales promise that every
+partial sum inside a segment stays below 2^(E-1). The accumulator keeps its exponent, the hardware's truncation becomes
+a floor to the grid 2^(E-23), and each k16 group adds an integer that depends on nothing else. The mantissa is the exact
+sum of these integers, wherever the shard began. It rests on undocumented behaviour (`integer_model.py`), which
+`selftest.py` proves at start-up; where it fails use form `leaf`: fp32 sums per unit, rounded to the same grid.
+
+Segments bound the error, not the chain. A short segment gives a fine grid; a chain that has run through several
+segments still holds the exact integer as long as it has not strayed too far, so it is only looked at where a segment
+ends and in the rare case redone piece by piece. Restarting it at every segment, the obvious way, cost 18 % (H100,
+8192x4096x14336, 2026-11-28: 605 TFLOP/s with integer adds against 686 with seven looks and 733 for cuBLAS fp32-out).
+
+The floor loses 3/8 of a unit per group on average. A shard adds c(end) - c(begin), c(k) = floor(3 k / 128), which
+telescopes to the same total for every cut.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from . import gemm_plain
+from .cut_scale import (
+    POISON,
+    as_scale,
+    column_exponent,
+    column_norms,
+    drift_allowance,
+    finish,
+    norm_scale,
+    row_exponent,
+    row_norms,
+    segment_units,
+)
+from .tuning import PLAIN, Tile, choose
+
+__all__ = [
+    "POISON",
+    "column_exponent",
+    "column_norms",
+    "cut_matmul",
+    "finish",
+    "norm_scale",
+    "row_exponent",
+    "row_norms",
+]
+
+Form = Literal["chain", "leaf"]
+
+_CHAIN_UNITS = 1 << 22
+"""Integers a chain can hold on either side of its start."""
+
+
+def cut_matmul(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    row_scale: torch.Tensor,
+    column_scale: torch.Tensor,
+    total_units: int,
+    first_unit: int = 0,
+    *,
+    form: Form = "chain",
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Return i32 [M, D], to be combined over ranks by SUM: the local share of a [M, U, R] times w [U, R, D].
+
+    bf16 operands, R and D multiples of 16. row_scale, column_scale: f32 [M] and [D] from `norm_scale`, or int32 from
+    `row_exponent` and `column_exponent`, over all `total_units` units; `first_unit`: global id of the first local one.
+    Rows and columns whose scale is NaN or beyond float32 hold no meaning. `tile` overrides the tuned one.
+    """
+    m, units, rows = a.shape
+    assert w.shape[:2] == (units, rows) and rows % 16 == 0 and w.shape[2] % 16 == 0
+    assert first_unit + units <= total_units
+    scales = as_scale(row_scale), as_scale(column_scale)
+    out = a.new_empty(m, w.shape[2], dtype=torch.int32)
+    flat_a, flat_w = a.view(m, units * rows), w.view(units * rows, w.shape[2])
+    if form == "leaf":
+        plain = replace(PLAIN, depth=_depth(rows))
+        gemm_plain.cut(flat_a, flat_w, out, plain, gemm_plain.LEAF, scales, (rows, rows, units))
+        return out
+    pieces = _pieces(units, rows, first_unit)
+    origin = _correction(first_unit * rows) - _correction((first_unit + units) * rows)
+    tile = tile or _tile(out, units * rows)
+    if tile.kernel == "plain" or (pieces[2] > 1 and _depth(pieces[0], pieces[1]) % tile.depth != 0):
+        plain = replace(PLAIN, depth=_depth(*pieces[:2]))
+        gemm_plain.cut(flat_a, flat_w, out, plain, gemm_plain.CHAIN, scales, pieces, origin)
+        return out
+    limit = _limit(drift_allowance(total_units, rows))
+    _chain(flat_a, flat_w, out, tile, scales, pieces, origin, limit)
+    return out
+
+
+def _chain(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    tile: Tile,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    pieces: tuple[int, int, int],
+    origin: int,
+    limit: int,
+) -> None:
+    """One chain per element over all pieces, then the repair of rows that strayed beyond `limit`."""
+    from . import gemm_hopper  # imports Gluon, which only the card it is for needs
+
+    m, n = out.shape
+    worst = out.new_empty(-(-n // tile.columns), m) if pieces[2] > 1 else None
+    gemm_hopper.multiply(
+        a, w, out, tile, "chain", a_transposed=False, b_transposed=False, scales=scales, pieces=pieces,
+        origin=0x400000 + origin, worst=worst,
+    )  # fmt: skip
+    if worst is not None:
+        record = (worst, tile.columns, limit)
+        gemm_plain.cut(a, w, out, PLAIN, gemm_plain.CHAIN, scales, pieces, origin, record)
+
+
+def _pieces(units: int, rows: int, first_unit: int) -> tuple[int, int, int]:
+    """End of the first piece, length of the others and their number, for a shard of `units` from `first_unit`."""
+    per_segment = segment_units(rows)
+    first = min(units, per_segment - first_unit % per_segment)
+    return first * rows, per_segment * rows, 1 + -(-(units - first) // per_segment)
+
+
+def _depth(*lengths: int) -> int:
+    """The deepest step that divides all lengths."""
+    return next(depth for depth in (64, 32, 16) if all(length % depth == 0 for length in lengths))
+
+
+def _correction(k: int) -> int:
+    """What the floor has lost on average over the first k products of a row."""
+    return 3 * k // 128
+
+
+def _limit(allowance: float) -> int:
+    """Integers that a chain may stray at a segment's end, so that the next segment cannot carry it out."""
+    return int(_CHAIN_UNITS * allowance / (1 + allowance))
+
+
+def _tile(out: torch.Tensor, k: int) -> Tile:
+    if out.device.type == "cpu" or torch.cuda.get_device_capability(out.device) != (9, 0):
+        return PLAIN
+    return choose("cut", (out.shape[0], out.shape[1], k), torch.cuda.get_device_name(out.device))

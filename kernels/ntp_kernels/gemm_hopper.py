@@ -1,0 +1,340 @@
+"""The GEMM for Hopper: one warp-specialised kernel, three epilogues.
+
+A program keeps one producer warp and two consumer warpgroups. The producer feeds a ring of shared-memory stages by TMA
+and runs ahead over tile borders; each consumer multiplies half of the tile's rows with `wgmma` and writes it out while
+the other one may still multiply, so that an epilogue costs the tensor cores little.
+
+Invariant: every output element is one chain of k16 steps in ascending k, started from a value that depends on the
+element alone. Tile, stages and grid therefore move no bits (`tests/kernels/test_gemm_gpu.py`), and the plain kernels in
+`gemm_plain.py` give the same ones.
+
+Epilogues: `store` rounds to the output's dtype; `add` adds to an fp32 output (one IEEE addition per element); `chain`
+starts the accumulator at 1.5 * 2^E and stores its integer (see `cut.py`). A chain of several pieces records the largest
+integer at each piece's end in `worst`: the consumer never stops for it, and `cut.py` redoes the rare rows that drifted.
+
+Written in Gluon, because Triton's own pipeliner overlaps no epilogue with another tile's loop (measured on an H100,
+2026-11-28, 8192x4096xK, int32 out, TFLOP/s, cuBLAS fp32-out / this / plain: K=3584 755 / 739 / 722, K=4096 in two
+pieces 752 / 720 / 666). Left out: clusters with multicast, which Gluon 3.6 does not offer on Hopper.
+"""
+
+from functools import lru_cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .tuning import Tile
+
+WARPGROUPS = 2
+_REGISTERS = 168
+"""Per thread at launch: 12 warps of them fill the register file; the warpgroups then trade them."""
+_CONSUMER_REGISTERS = 240
+_PRODUCER_REGISTERS = 24
+_BUFFERS = 2
+"""Output buffers of one consumer."""
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int32: gl.int32}
+
+
+@gluon.jit
+def _tile_of(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
+    """Row and column of a tile: GROUP tile rows at a time, so that neighbours share their operands in L2."""
+    per_group = GROUP * tiles_n
+    first = tile // per_group * GROUP
+    size = min(tiles_m - first, GROUP)
+    return first + (tile % per_group) % size, (tile % per_group) // size
+
+
+@gluon.jit
+def _chunks(x, COUNT: gl.constexpr):
+    """Split [rows, columns] into COUNT tensors of neighbouring columns, without moving a register."""
+    if COUNT == 1:
+        return (x,)
+    else:
+        left, right = x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+        return _chunks(left, COUNT // 2) + _chunks(right, COUNT // 2)
+
+
+@gluon.jit
+def _window(pointer, like, m, n, M, N):
+    """Pointers and bounds of the block of `pointer` [M, N] at (m, n) that has the shape and layout of `like`."""
+    layout: gl.constexpr = like.type.layout
+    rows = m + gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
+    columns = n + gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, layout))
+    pointers = pointer + gl.expand_dims(rows, 1).to(gl.int64) * N + gl.expand_dims(columns, 0)
+    return pointers, gl.expand_dims(rows < M, 1) & gl.expand_dims(columns < N, 0)
+
+
+@gluon.jit
+def _chain_start(
+    row_ptr, column_ptr, m, n, M, N, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """1.5 * 2^E, with row scale * column scale < 2^(E-1)."""
+    rows = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = n + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    row = gl.load(row_ptr + rows, mask=rows < M, other=0.0)
+    column = gl.load(column_ptr + columns, mask=columns < N, other=0.0)
+    bound = gl.expand_dims(row, 1) * gl.expand_dims(column, 0)
+    return ((bound.to(gl.int32, bitcast=True) & 0x7F800000) + 0x01400000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _chain_integer(accumulator, origin):
+    return (accumulator.to(gl.int32, bitcast=True) & 0x7FFFFF) - origin
+
+
+@gluon.jit
+def _produce(
+    a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
+    A_T: gl.constexpr, B_T: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring, tile after tile. A stage holds one block of `a` per consumer and one block of `b` for both."""
+    tiles_m = gl.cdiv(M, 2 * ROWS)
+    tiles_n = gl.cdiv(N, COLUMNS)
+    step = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+        m = tile_m * 2 * ROWS
+        n = tile_n * COLUMNS
+        for k in range(0, K, DEPTH):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            full = ready.index(stage)
+            mbarrier.expect(full, a_desc.block_type.nbytes * 2 + b_desc.block_type.nbytes)
+            if A_T:
+                tma.async_copy_global_to_shared(a_desc, [k, m], full, a_ring.index(2 * stage))
+                tma.async_copy_global_to_shared(a_desc, [k, m + ROWS], full, a_ring.index(2 * stage + 1))
+            else:
+                tma.async_copy_global_to_shared(a_desc, [m, k], full, a_ring.index(2 * stage))
+                tma.async_copy_global_to_shared(a_desc, [m + ROWS, k], full, a_ring.index(2 * stage + 1))
+            if B_T:
+                tma.async_copy_global_to_shared(b_desc, [n, k], full, b_ring.index(stage))
+            else:
+                tma.async_copy_global_to_shared(b_desc, [k, n], full, b_ring.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _multiply(
+    accumulator, step, begin, end, a_ring, b_ring, ready, empty,
+    HALF: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Carry the chains over k in [begin, end). One product is in flight; the stage before it is given back."""
+    first = step
+    for _ in range(begin, end, DEPTH):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        a = a_ring.index(2 * stage + HALF)
+        b = b_ring.index(stage)
+        if A_T:
+            a = a.permute((1, 0))
+        if B_T:
+            b = b.permute((1, 0))
+        accumulator = warpgroup_mma(a, b, accumulator, is_async=True)
+        accumulator = warpgroup_mma_wait(num_outstanding=1, deps=(accumulator,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > first)
+        step += 1
+    accumulator = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator,))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > first)
+    return accumulator, step
+
+
+@gluon.jit
+def _send(c_desc, buffers, chunk, m, n, SLOT: gl.constexpr, BUFFERS: gl.constexpr):
+    """Store one chunk by TMA through its buffer, once the store that used it before has read it."""
+    tma.store_wait(pendings=BUFFERS - 1)
+    buffers.index(SLOT).store(chunk)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(c_desc, [m, n], buffers.index(SLOT))
+
+
+@gluon.jit
+def _consume(
+    HALF: gl.constexpr, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty,
+    M, N, K, first, length, pieces, origin,
+    A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """Multiply and write rows [HALF * ROWS, HALF * ROWS + ROWS) of every tile of this program."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
+    width: gl.constexpr = COLUMNS // SPLIT
+    tiles_m = gl.cdiv(M, 2 * ROWS)
+    tiles_n = gl.cdiv(N, COLUMNS)
+    step = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+        m = tile_m * 2 * ROWS + HALF * ROWS
+        n = tile_n * COLUMNS
+        begin = 0
+        if EPILOGUE == "chain":
+            accumulator = _chain_start(row_ptr, column_ptr, m, n, M, N, ROWS, COLUMNS, layout)
+        else:
+            accumulator = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+        if PIECES:
+            worst = gl.zeros((ROWS,), gl.int32, gl.SliceLayout(1, layout))
+            for piece in range(pieces - 1):
+                end = first + piece * length
+                accumulator, step = _multiply(
+                    accumulator, step, begin, end, a_ring, b_ring, ready, empty, HALF, A_T, B_T, DEPTH, STAGES
+                )
+                begin = end
+                drift = _chain_integer(accumulator, 0x400000)
+                worst = gl.maximum(worst, gl.max(gl.maximum(drift, -drift), 1))
+            rows = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+            gl.store(worst_ptr + tile_n * M + rows, worst, mask=rows < M)
+        if EPILOGUE == "add":
+            like = _chunks(accumulator, SPLIT)[0]
+            pointers, inside = _window(c_ptr, like, m, n, M, N)
+            current = gl.load(pointers, mask=inside, other=0.0)
+        accumulator, step = _multiply(
+            accumulator, step, begin, K, a_ring, b_ring, ready, empty, HALF, A_T, B_T, DEPTH, STAGES
+        )
+        if EPILOGUE == "chain":
+            chunks = _chunks(_chain_integer(accumulator, origin), SPLIT)
+        else:
+            chunks = _chunks(accumulator.to(c_desc.dtype), SPLIT)
+        for i in gl.static_range(SPLIT):
+            if EPILOGUE == "add":
+                total = chunks[i] + current
+                if i + 1 < SPLIT:
+                    pointers, inside = _window(c_ptr, chunks[i], m, n + (i + 1) * width, M, N)
+                    current = gl.load(pointers, mask=inside, other=0.0)
+                _send(c_desc, buffers, total, m, n + i * width, HALF * BUFFERS + i % BUFFERS, BUFFERS)
+            else:
+                _send(c_desc, buffers, chunks[i], m, n + i * width, HALF * BUFFERS + i % BUFFERS, BUFFERS)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["M", "K", "first", "length", "pieces", "origin"])
+def _kernel(
+    a_desc, b_desc, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, M, N, K, first, length, pieces, origin,
+    A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES] + a_desc.block_type.shape, a_desc.layout)
+    b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    buffers = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS] + c_desc.block_type.shape, c_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                0, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty,
+                M, N, K, first, length, pieces, origin,
+                A_T, B_T, EPILOGUE, PIECES, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
+            )),
+            (_consume, (
+                1, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty,
+                M, N, K, first, length, pieces, origin,
+                A_T, B_T, EPILOGUE, PIECES, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
+            )),
+            (_produce, (
+                a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
+                A_T, B_T, ROWS, COLUMNS, DEPTH, GROUP, STAGES,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
+
+
+def _descriptor(matrix: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    return TensorDescriptor(matrix, matrix.shape, matrix.stride(), list(block), _layout(block, matrix.dtype))
+
+
+def _constants(tile: Tile, a_t: bool, b_t: bool, epilogue: str, pieces: bool) -> tuple[object, ...]:
+    """The constexpr arguments of `_kernel`, in its order."""
+    return (
+        a_t, b_t, epilogue, pieces, tile.rows // WARPGROUPS, tile.columns, tile.depth, tile.group, tile.stages,
+        tile.split, _BUFFERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS,
+    )  # fmt: skip
+
+
+def _blocks(tile: Tile, a_t: bool, b_t: bool) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """TMA boxes of a, b and the output."""
+    rows = tile.rows // WARPGROUPS
+    a = (tile.depth, rows) if a_t else (rows, tile.depth)
+    b = (tile.columns, tile.depth) if b_t else (tile.depth, tile.columns)
+    return a, b, (rows, tile.columns // tile.split)
+
+
+@lru_cache(maxsize=256)
+def _compiled(
+    tile: Tile, a_t: bool, b_t: bool, epilogue: str, pieces: bool, dtype: torch.dtype, device: torch.device
+):
+    """Compile for shapes unknown: only N is assumed to be a multiple of 16.
+
+    Launching the compiled kernel skips Triton's argument binder, which takes longer than a small GEMM does.
+    """
+    blocks = _blocks(tile, a_t, b_t)
+    types = (torch.bfloat16, torch.bfloat16, dtype)
+    descriptors = [
+        _descriptor(torch.empty(block, dtype=kind, device=device), block)
+        for block, kind in zip(blocks, types, strict=True)
+    ]
+    integers, floats = (torch.empty(16, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
+    output = torch.empty(16, dtype=dtype, device=device)
+    constants = _constants(tile, a_t, b_t, epilogue, pieces)
+    return _kernel.warmup(
+        *descriptors, output, integers, floats, floats, 16, 16, 16, 16, 16, 16, 16, *constants,
+        grid=(1,), num_warps=4, maxnreg=_REGISTERS,
+    )  # fmt: skip
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    tile: Tile,
+    epilogue: str,
+    *,
+    a_transposed: bool,
+    b_transposed: bool,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    pieces: tuple[int, int, int] = (0, 0, 1),
+    origin: int = 0,
+    worst: torch.Tensor | None = None,
+) -> None:
+    """out [M, N] = or += a b, with a stored [M, K] ([K, M] if transposed) and b [K, N] ([N, K] if transposed).
+
+    bf16 operands, contiguous, N a multiple of 16. `scales`: f32 [M] and [N] of a chain. `pieces`: k of the first
+    check, k between checks and number of pieces; with more than one, `worst` i32 [tile columns, M] is filled.
+    """
+    m, n = out.shape
+    k = a.shape[0] if a_transposed else a.shape[1]
+    assert n % 16 == 0
+    blocks = _blocks(tile, a_transposed, b_transposed)
+    row, column = scales or (out, out)
+    several = pieces[2] > 1
+    kernel = _compiled(tile, a_transposed, b_transposed, epilogue, several, out.dtype, out.device)
+    programs = min(-(-m // tile.rows) * -(-n // tile.columns), _multiprocessors(out.device))
+    kernel[(programs, 1, 1)](
+        _descriptor(a, blocks[0]), _descriptor(b, blocks[1]), _descriptor(out, blocks[2]),
+        out, out if worst is None else worst, row, column, m, n, k, *pieces, origin,
+        *_constants(tile, a_transposed, b_transposed, epilogue, several),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,52 @@
+"""`python -m ntp_kernels.tuning_search`: time the candidate tiles at every bench shape and rewrite this card's table."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from . import gemm
+from .bench.rows import interleaved
+from .bench.shapes import TOKENS, Weight, weights
+from .tuning import CANDIDATES, Op, Shape, Tile, record
+
+
+def main() -> None:
+    tables: dict[Op, list[tuple[Shape, Tile]]] = {"linear": [], "wgrad": [], "cut": []}
+    distinct = {(weight.size, weight.hidden): weight for weight in weights()}
+    for weight in distinct.values():
+        for op, shape, run in _calls(weight):
+            tables[op].append((shape, _fastest(op, run)))
+    record(torch.cuda.get_device_name(), {op: _thinned(rows) for op, rows in tables.items()})
+
+
+def _calls(weight: Weight) -> Iterator[tuple[Op, Shape, Callable[[Tile], object]]]:
+    """The three products of one local weight, as functions of the tile."""
+    x = torch.randn(TOKENS, weight.hidden, device="cuda").bfloat16()
+    a = torch.randn(TOKENS, weight.units, weight.rows, device="cuda").bfloat16()
+    w = (torch.randn(weight.units, weight.rows, weight.hidden, device="cuda") * 0.02).bfloat16()
+    out = torch.zeros(w.shape, device="cuda")
+    row, column = (gemm.norm_scale(norms, weight.rows) for norms in (gemm.row_norms(a), gemm.column_norms(w)))
+    yield "linear", (TOKENS, weight.size, weight.hidden), lambda tile: gemm.linear(x, w, tile=tile)
+    yield "wgrad", (weight.size, weight.hidden, TOKENS), lambda tile: gemm.linear_wgrad(a, x, out, tile=tile)
+    yield (
+        "cut",
+        (TOKENS, weight.hidden, weight.size),
+        lambda tile: gemm.cut_matmul(a, w, row, column, weight.total, weight.first, tile=tile),
+    )
+
+
+def _fastest(op: Op, run: Callable[[Tile], object]) -> Tile:
+    tiles = CANDIDATES[op]
+    times = interleaved(
+        [lambda tile=tile: run(tile) for tile in tiles], rounds=5, budget_us=1500, graphs=True
+    )
+    return tiles[times.index(min(times))]
+
+
+def _thinned(rows: list[tuple[Shape, Tile]]) -> list[tuple[Shape, Tile]]:
+    """The rows in order of shape."""
+    return sorted(rows, key=lambda row: row[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""GEMMs at tiny shapes: indexing, segments, scales and epilogues, with sums that any order makes exact."""
+
+import pytest
+import torch
+from ntp_kernels import cut_scale, gemm, gemm_plain, tuning
+from ntp_kernels.reference import gemm as reference
+
+SMALL = tuning.Tile("plain", 32, 32, 16, stages=2, split=2, warps=4)
+
+
+@pytest.fixture
+def integers(device: torch.device):
+    """Return `integers(*shape)`: seeded bf16 integers in [-2, 2]."""
+    generator = torch.Generator().manual_seed(7)
+
+    def sample(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).bfloat16().to(device)
+
+    return sample
+
+
+def exact(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """a [M, U, R] times w [U, R, D] in float64."""
+    return torch.einsum("mur,urd->md", a.double(), w.double())
+
+
+def scales(a: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = a.shape[2]
+    return (
+        cut_scale.norm_scale(cut_scale.row_norms(a), rows),
+        cut_scale.norm_scale(cut_scale.column_norms(w), rows),
+    )
+
+
+def grid_exponent(row_scale: torch.Tensor, column_scale: torch.Tensor) -> torch.Tensor:
+    """E of every element, from the scales."""
+    bound = row_scale[:, None] * column_scale[None, :]
+    return torch.frexp(bound).exponent + 1
+
+
+@pytest.mark.parametrize(("m", "units", "rows", "d"), [(5, 3, 16, 48), (40, 2, 32, 80)])
+def test_linear_contracts_the_hidden_dimension(integers, m: int, units: int, rows: int, d: int) -> None:
+    x, w = integers(m, d), integers(units, rows, d)
+    y = gemm.linear(x, w, out_dtype=torch.float32, tile=SMALL)
+    assert torch.equal(y.double(), torch.einsum("md,urd->mur", x.double(), w.double()))
+
+
+def test_linear_adds_the_bias_before_it_rounds(integers) -> None:
+    x, w, bias = integers(5, 48), integers(2, 16, 48), integers(2, 16)
+    y = gemm.linear(x, w, bias, tile=SMALL)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y.double(), torch.einsum("md,urd->mur", x.double(), w.double()) + bias.double())
+
+
+def test_linear_wgrad_adds_to_what_is_there(integers) -> None:
+    dy, x = integers(70, 2, 16), integers(70, 48)
+    out = integers(2, 16, 48).float()
+    expected = out.double() + torch.einsum("mur,md->urd", dy.double(), x.double())
+    gemm.linear_wgrad(dy, x, out, tile=SMALL)
+    assert torch.equal(out.double(), expected)
+
+
+def test_bias_grad_adds_the_sum_over_tokens(integers) -> None:
+    dy, out = integers(70, 2, 16), integers(2, 16).float()
+    expected = out.double() + dy.double().sum(0)
+    gemm.bias_grad(dy, out)
+    assert torch.equal(out.double(), expected)
+
+
+@pytest.mark.parametrize("form", ["chain", "leaf"])
+@pytest.mark.parametrize("rows", [16, 48])
+def test_cut_integers_are_the_product_on_the_grid(integers, form: str, rows: int) -> None:
+    a, w = integers(5, 4, rows), integers(4, rows, 48)
+    row_scale, column_scale = scales(a, w)
+    total = gemm.cut_matmul(a, w, row_scale, column_scale, 4, form=form)
+    correction = 3 * 4 * rows // 128 if form == "chain" else 0
+    expected = torch.ldexp(exact(a, w), 23 - grid_exponent(row_scale, column_scale))
+    assert torch.equal(total.double() - correction, expected)
+
+
+@pytest.mark.parametrize("form", ["chain", "leaf"])
+def test_any_cut_of_the_units_adds_up(integers, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        cut_scale, "SEGMENT", 48
+    )  # three units: cuts fall inside segments and on their borders
+    a, w = integers(5, 8, 16), integers(8, 16, 48)
+    row_scale, column_scale = scales(a, w)
+    whole = gemm.cut_matmul(a, w, row_scale, column_scale, 8, form=form)
+    for cuts in ([0, 1, 8], [0, 3, 8], [0, 2, 5, 7, 8], [0, 4, 8]):
+        total = torch.zeros_like(whole)
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            part, share = a[:, begin:end].contiguous(), w[begin:end].contiguous()
+            total += gemm.cut_matmul(part, share, row_scale, column_scale, 8, begin, form=form)
+        assert torch.equal(total, whole)
+
+
+def test_finish_undoes_the_grid(integers) -> None:
+    a, w = integers(5, 4, 16), integers(4, 16, 48)
+    row_scale, column_scale = scales(a, w)
+    total = gemm.cut_matmul(a, w, row_scale, column_scale, 4, form="leaf")
+    assert torch.equal(gemm.finish(total, row_scale, column_scale, 4, torch.float32).double(), exact(a, w))
+
+
+def test_exponents_serve_instead_of_scales(integers) -> None:
+    a, w = integers(5, 4, 16), integers(4, 16, 48)
+    row, column = gemm.row_exponent(a), gemm.column_exponent(w)
+    halves = [gemm.row_exponent(a[:, :1].contiguous()), gemm.row_exponent(a[:, 1:].contiguous())]
+    assert torch.equal(torch.maximum(*halves), row)
+    total = gemm.cut_matmul(a, w, row, column, 4, form="leaf")
+    assert torch.equal(gemm.finish(total, row, column, 4, torch.float32).double(), exact(a, w))
+
+
+def test_norms_bound_the_rows_of_each_unit(draw) -> None:
+    a, w = draw(5, 3, 48), draw(3, 80, 48)
+    assert torch.allclose(cut_scale.row_norms(a).double(), a.double().norm(dim=2).T, rtol=1e-5)
+    assert torch.allclose(cut_scale.column_norms(w).double(), w.double().norm(dim=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-30, 1e30, 3e38])
+def test_norms_of_tiny_and_huge_values_keep_their_accuracy(draw, size: float) -> None:
+    a = (draw(5, 2, 16).double().clamp(-1, 1) * size).bfloat16()
+    expected = a.double().norm(dim=2).T
+    norms = cut_scale.row_norms(a).double()
+    fits = expected < 3.4e38
+    assert torch.allclose(norms[fits], expected[fits], rtol=1e-5)
+    assert torch.isinf(norms[~fits]).all()
+
+
+def test_scale_is_the_largest_segment(draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_scale, "SEGMENT", 48)
+    a = draw(5, 7, 16)
+    a[:, 4] *= 30
+    squares = a.double().square().sum(2)
+    largest = torch.stack([squares[:, i : i + 3].sum(1) for i in (0, 3, 6)]).amax(0).sqrt()
+    scale = cut_scale.norm_scale(cut_scale.row_norms(a), 16).double()
+    assert (scale > largest * 1.5**0.5).all()
+    assert (scale < largest * 1.5**0.5 * 1.001).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_bad_value_poisons_its_row_or_column_and_no_other(integers, bad: float) -> None:
+    a, w = integers(5, 4, 16), integers(4, 16, 48)
+    a[2, 1, 3] = bad
+    w[3, 5, 7] = bad
+    row_scale, column_scale = scales(a, w)
+    total = gemm.cut_matmul(a, w, row_scale, column_scale, 4)
+    result = gemm.finish(total, row_scale, column_scale, 4, torch.float32)
+    expected = torch.zeros(5, 48, dtype=torch.bool, device=a.device)
+    expected[2] = True
+    expected[:, 7] = True
+    assert torch.equal(result.isnan(), expected)
+
+
+def test_bad_exponents_poison_too(integers) -> None:
+    a, w = integers(5, 4, 16), integers(4, 16, 48)
+    a[2, 1, 3] = torch.nan
+    row, column = gemm.row_exponent(a), gemm.column_exponent(w)
+    assert row[2] == gemm.POISON == reference.POISON
+    result = gemm.finish(gemm.cut_matmul(a, w, row, column, 4), row, column, 4, torch.float32)
+    assert result[2].isnan().all() and not result[[0, 1, 3, 4]].isnan().any()
+
+
+def test_zero_rows_and_columns_give_exact_zeros(integers) -> None:
+    a, w = integers(5, 4, 16), integers(4, 16, 48)
+    a[1] = 0
+    w[:, :, 9] = 0
+    for row, column in (scales(a, w), (gemm.row_exponent(a), gemm.column_exponent(w))):
+        result = gemm.finish(gemm.cut_matmul(a, w, row, column, 4), row, column, 4, torch.bfloat16)
+        assert (result[1].view(torch.int16) == 0).all()
+        assert (result[:, 9].reshape(-1) == 0).all()
+
+
+def test_the_repair_touches_only_rows_that_strayed(integers, device: torch.device) -> None:
+    a, w = integers(64, 64), integers(64, 48)
+    row_scale, column_scale = scales(a.view(64, 4, 16), w.view(4, 16, 48))
+    out = torch.full((64, 48), 77, dtype=torch.int32, device=device)
+    worst = torch.zeros(2, 64, dtype=torch.int32, device=device)
+    worst[1, 40] = 101
+    gemm_plain.cut(
+        a, w, out, SMALL, gemm_plain.CHAIN, (row_scale, column_scale), (32, 32, 2), 0, (worst, 32, 100)
+    )
+    assert (out[:32] == 77).all() and (out[32:, :32] == 77).all()
+    expected = torch.ldexp(a.double() @ w.double(), 23 - grid_exponent(row_scale, column_scale))
+    assert torch.equal(out[32:, 32:].double(), expected[32:, 32:])
+
+
+def test_a_segment_is_whole_units() -> None:
+    assert [cut_scale.segment_units(rows) for rows in (16, 128, 768, 1280, 4352)] == [128, 16, 2, 1, 1]
+    assert cut_scale.drift_allowance(16, 128) == 0
+    assert cut_scale.drift_allowance(17, 128) == 0.5
+    assert cut_scale.drift_allowance(1002, 128) == 1
