@@ -7,7 +7,8 @@ rounded once.
 """
 
 # Triton types neither its launch keywords nor what its builtins return.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 from typing import Any
 

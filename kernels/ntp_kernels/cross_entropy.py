@@ -18,7 +18,8 @@ every rank.
 """
 
 # Triton types neither its launch keywords nor what its builtins return.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -136,8 +137,8 @@ def _statistics_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "units", "first_column", "vocab_size"])
 def _sums_kernel(
-    logits_ptr, statistics_ptr, row_max_ptr, targets_ptr, sums_ptr, bits_ptr, tokens, units, first_column, vocab_size,
-    V: tl.constexpr, UNITS: tl.constexpr, GRID: tl.constexpr, ROWS: tl.constexpr,
+    logits_ptr, statistics_ptr, row_max_ptr, targets_ptr, sums_ptr, bits_ptr, tokens, units, first_column,
+    vocab_size, V: tl.constexpr, UNITS: tl.constexpr, GRID: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < tokens

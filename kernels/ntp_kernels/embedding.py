@@ -7,7 +7,8 @@ program, which adds the row's tokens in ascending token order, so its bits depen
 """
 
 # Triton types neither its launch keywords nor what its builtins return.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -43,7 +44,8 @@ def embedding_wgrad(ids: torch.Tensor, dy: torch.Tensor, first_unit: int, out: t
     assert dy.is_contiguous()
     assert dy.shape == (ids.shape[0], hidden)
     # A stable sort has one possible result: equal ids keep token order, whatever the algorithm.
-    sorted_ids, order = torch.sort(ids, stable=True)
+    # Sorted as i32, in half the time of i64.
+    sorted_ids, order = torch.sort(ids.to(torch.int32), stable=True)
     columns = min(triton.next_power_of_2(hidden), _COLUMNS)
     _gradient_kernel[(ids.shape[0], triton.cdiv(hidden, columns))](
         sorted_ids, order, dy, out, first_unit * rows, units * rows, ids.shape[0],

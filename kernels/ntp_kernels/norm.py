@@ -13,18 +13,19 @@ Left out: a bias and a mean (no Llama-like model has them); D above 32768 (a row
 """
 
 # Triton types neither its launch keywords nor what its builtins return.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
 import triton.language as tl
 
-TOKEN_BLOCK = 16
+TOKEN_BLOCK = 32
 """Tokens whose weight gradient one program folds. Part of the numerics: changing it changes the bits."""
 
-_STEP = 2
-_FOLD_ROWS = 64
-_FOLD_COLUMNS = 32
+_FOLD_ROWS = 128
+_FOLD_COLUMNS = 16
+_BACKWARD_TILE = 16384
 _MAX_WIDTH = 32768
 
 
@@ -45,7 +46,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `y, summed, rstd`: `summed = x + residual` [M, D] rounded to the compute dtype, then its RMSNorm.
+    """Return `y, summed, rstd`: `summed = x + residual` [M, D] in the compute dtype, then its RMSNorm.
 
     The norm sees the rounded sum, so a recomputation from `summed` gives the same bits. Orders as in
     `rms_norm`.
@@ -67,7 +68,7 @@ def rms_norm_backward(
     rstd: torch.Tensor,
     residual_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `dx` [M, D] and `dweight` f32 [D]; `residual_grad` [M, D] is added to `dx` before the one rounding.
+    """Return `dx` [M, D] and `dweight` f32 [D]; `residual_grad` [M, D] joins `dx` before the one rounding.
 
     For `add_rms_norm` pass `summed` as x and the gradient of `summed` as `residual_grad`.
     Order of dweight: see `rms_norm_backward_blocks` and `fold_token_blocks`.
@@ -85,20 +86,23 @@ def rms_norm_backward_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `dx` [M, D] and the weight gradient of every token block, f32 [ceil(M / TOKEN_BLOCK), D].
 
-    Order: rows of a block left to right from zero, each adding `dy * x * rstd`.
+    Order: the products `dy * x * rstd` of as many consecutive rows as fit a tile (a number set by D) by one
+    fixed tree, tiles of the block left to right from zero.
     """
     assert dy.shape == x.shape
     assert dy.is_contiguous()
     tokens, hidden = x.shape
     blocks = triton.cdiv(tokens, TOKEN_BLOCK)
     dx, partial = torch.empty_like(x), x.new_empty(blocks, hidden, dtype=torch.float32)
-    width, warps = _shape(x)
+    width, _ = _shape(x)
+    step = min(max(_BACKWARD_TILE // width, 1), TOKEN_BLOCK)
     extra = dy if residual_grad is None else residual_grad
     assert extra.shape == x.shape
     assert extra.is_contiguous()
     _backward_kernel[(blocks,)](
         dy, x, weight, rstd, extra, dx, partial, tokens,
-        D=hidden, WIDTH=width, ROWS=TOKEN_BLOCK, STEP=_STEP, ADD=residual_grad is not None, num_warps=warps,
+        D=hidden, WIDTH=width, ROWS=TOKEN_BLOCK, STEP=step,
+        ADD=residual_grad is not None, num_warps=min(max(step * width // 1024, 1), 16),
     )  # fmt: skip
     return dx, partial
 
@@ -106,7 +110,7 @@ def rms_norm_backward_blocks(
 def fold_token_blocks(partial: torch.Tensor) -> torch.Tensor:
     """Sum f32 [blocks, N] over the blocks to f32 [N].
 
-    Order: runs of 64 consecutive blocks (short last run padded with zeros) by one fixed tree, runs left to
+    Order: runs of 128 consecutive blocks (short last run padded with zeros) by one fixed tree, runs left to
     right.
     """
     blocks, columns = partial.shape
@@ -118,7 +122,7 @@ def fold_token_blocks(partial: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(x: torch.Tensor) -> tuple[int, int]:
-    """Return the power of two that holds a row of x [M, D] and the warps for it; a function of D, never of M."""
+    """Return the power of two that holds a row of x [M, D] and the warps for it: functions of D alone."""
     assert x.ndim == 2
     assert x.is_contiguous()
     assert x.shape[1] <= _MAX_WIDTH

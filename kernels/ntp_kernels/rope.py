@@ -11,16 +11,18 @@ can add units in global unit order on any mesh. No atomics.
 """
 
 # Triton types neither its launch keywords nor what its builtins return.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
 import triton.language as tl
 
-from .norm import fold_token_blocks
-
-TOKEN_BLOCK = 32
+TOKEN_BLOCK = 64
 """Tokens whose norm weight gradients one program folds. Part of the numerics."""
+
+_FOLD_ROWS = 256
+_FOLD_COLUMNS = 16
 
 
 def qk_norm_rope(
@@ -34,8 +36,8 @@ def qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q [M, U, G, H], k [M, U, H], v [M, U, H] and rstd f32 [M, U, G+1] (queries, then the key).
 
-    qkv [M, U, G+2, H]; positions i32 [M] index the tables cos, sin f32 [P, H/2]. A weight [H] of None: no norm,
-    and rstd is 1 there. The norm comes before the rotation; v is a copy.
+    qkv [M, U, G+2, H]; positions i32 [M] index the tables cos, sin f32 [P, H/2]. A weight [H] of None: no
+    norm, and rstd is 1 there. The norm comes before the rotation; v is a copy.
     """
     tokens, units, heads, size = _check(qkv, cos, sin)
     group = heads - 2
@@ -43,9 +45,9 @@ def qk_norm_rope(
     k, v = qkv.new_empty(tokens, units, size), qkv.new_empty(tokens, units, size)
     rstd = qkv.new_empty(tokens, units, group + 1, dtype=torch.float32)
     _forward_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), units, heads)](
-        qkv, positions, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
-        q, k, v, rstd, eps, tokens, units,
-        G=group, H=size, TOKENS=TOKEN_BLOCK, Q_NORM=q_weight is not None, K_NORM=k_weight is not None, num_warps=4,
+        qkv, positions, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else
+        k_weight, q, k, v, rstd, eps, tokens, units, G=group, H=size, TOKENS=TOKEN_BLOCK, Q_NORM=q_weight is
+        not None, K_NORM=k_weight is not None, num_warps=8,
     )  # fmt: skip
     return q, k, v, rstd
 
@@ -62,10 +64,9 @@ def qk_norm_rope_backward(
     k_weight: torch.Tensor | None,
     rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return dqkv [M, U, G+2, H] and the norm weight gradients per unit, f32 [U, H] each (None without a norm).
+    """Return dqkv [M, U, G+2, H] and the norm weight gradients per unit, f32 [U, H] each (None without).
 
-    Order of a unit's weight gradient: the tokens of a block by one fixed tree, then the blocks of the call by
-    `norm.fold_token_blocks`, then the query heads of the group by the same fold.
+    Order of a unit's weight gradient: the tokens of a block and head by one fixed tree, then `_fold_heads`.
     """
     tokens, units, heads, size = _check(qkv, cos, sin)
     assert dq.is_contiguous()
@@ -80,17 +81,26 @@ def qk_norm_rope_backward(
         qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, rstd,
         dqkv, partial, tokens, units,
         G=heads - 2, H=size, TOKENS=TOKEN_BLOCK,
-        Q_NORM=q_weight is not None, K_NORM=k_weight is not None, num_warps=4,
+        Q_NORM=q_weight is not None, K_NORM=k_weight is not None, num_warps=8,
     )  # fmt: skip
     if not normed:
         return dqkv, None, None
-    total = fold_token_blocks(partial.view(blocks, -1)).view(units, heads - 1, size)
-    dq_weight = dk_weight = None
-    if q_weight is not None:
-        dq_weight = fold_token_blocks(total[:, :-1].transpose(0, 1).reshape(heads - 2, -1)).view(units, size)
-    if k_weight is not None:
-        dk_weight = total[:, -1].contiguous()
-    return dqkv, dq_weight, dk_weight
+    total = _fold_heads(partial)
+    return dqkv, None if q_weight is None else total[0], None if k_weight is None else total[1]
+
+
+def _fold_heads(partial: torch.Tensor) -> torch.Tensor:
+    """Sum f32 [blocks, U, G+1, H] to f32 [2, U, H]: over blocks and query heads, and over blocks for the key.
+
+    Order: (block, head) pairs, heads fastest, in runs of 256 by one fixed tree, runs left to right.
+    """
+    blocks, units, heads, size = partial.shape
+    out = partial.new_empty(2, units, size)
+    _fold_kernel[(units, triton.cdiv(size, _FOLD_COLUMNS), 2)](
+        partial, out, blocks, units,
+        G=heads - 1, H=size, ROWS=_FOLD_ROWS, COLUMNS=min(_FOLD_COLUMNS, size), num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def _check(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[int, int, int, int]:
@@ -159,7 +169,7 @@ def _forward_kernel(
     mask = live[:, None]
     unit_row = row * units + tl.program_id(1)
     low, high = _load_halves(qkv_ptr, unit_row * (G + 2) + head, mask, H)
-    # A branch per output, not a chosen pointer: a pointer behind a branch loses its alignment and the wide stores.
+    # A branch per output, not a chosen pointer: that loses its alignment, and with it the wide stores.
     if head > G:
         _store_halves(v_ptr, unit_row, mask, low, high, H)
     else:
@@ -199,13 +209,14 @@ def _backward_kernel(
             low, high = _load_halves(dq_ptr, unit_row * G + head, mask, H)
         else:
             low, high = _load_halves(dk_ptr, unit_row, mask, H)
+        if Q_NORM or K_NORM:  # loaded before the rotation, so that all reads are in flight together
+            a, b = _load_halves(qkv_ptr, target, mask, H)
         cos, sin = _rotation(positions_ptr, cos_ptr, sin_ptr, row, live, H)
         u, w = low.to(tl.float32), high.to(tl.float32)
         da, db = u * cos + w * sin, w * cos - u * sin
         if Q_NORM or K_NORM:
             normed, weight_a, weight_b = _head_weight(q_weight_ptr, k_weight_ptr, head, G, H, Q_NORM, K_NORM)
             rstd = tl.load(rstd_ptr + unit_row * (G + 1) + head, mask=live, other=0.0)[:, None]
-            a, b = _load_halves(qkv_ptr, target, mask, H)
             a, b = a.to(tl.float32) * rstd, b.to(tl.float32) * rstd
             block = tl.program_id(0).to(tl.int64) * units + tl.program_id(1)
             part = partial_ptr + (block * (G + 1) + head) * H + tl.arange(0, half)
@@ -217,3 +228,28 @@ def _backward_kernel(
             da = tl.where(normed, rstd * (da - a * mean), da)
             db = tl.where(normed, rstd * (db - b * mean), db)
         _store_halves(dqkv_ptr, target, mask, da, db, H)
+
+
+@triton.jit(do_not_specialize=["blocks", "units"])
+def _fold_kernel(
+    partial_ptr,
+    out_ptr,
+    blocks,
+    units,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    unit, is_key = tl.program_id(0), tl.program_id(2)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    count = tl.where(is_key == 1, 1, G)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, blocks * count, ROWS):
+        row = start + tl.arange(0, ROWS)
+        head = (row // count).to(tl.int64) * units * (G + 1) + unit * (G + 1) + is_key * G + row % count
+        mask = (row < blocks * count)[:, None]
+        total += tl.sum(
+            tl.load(partial_ptr + head[:, None] * H + column[None, :], mask=mask, other=0.0), axis=0
+        )
+    tl.store(out_ptr + (is_key * units + unit) * H + column, total)

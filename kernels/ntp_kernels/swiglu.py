@@ -6,7 +6,8 @@ zero. The sigmoid is `1 / (1 + exp(-gate))`; the backward recomputes it from `ga
 """
 
 # Triton types neither its launch keywords nor what its builtins return.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

@@ -66,7 +66,18 @@ def _measure(shape: _Shape) -> list[Row]:
     back = interleaved([backward, *([stock.backward] if stock else [])])
     errors = _errors(shape, (q, k, v, dout), (out, *backward()))
     return [
-        Row("attention", kernel, shape.name, t[0], t[1] if stock else None, "cuDNN", flop, "flop", error, "relative")
+        Row(
+            "attention",
+            kernel,
+            shape.name,
+            t[0],
+            t[1] if stock else None,
+            "cuDNN",
+            flop,
+            "flop",
+            error,
+            "relative",
+        )
         for kernel, t, flop, error in (
             ("forward", times, shape.flop, errors[0]),
             ("backward", back, 2.5 * shape.flop, errors[1]),
@@ -79,7 +90,8 @@ def _draw(shape: _Shape) -> list[torch.Tensor]:
     tokens = shape.sequences * shape.seq_len
     query, key = (tokens, shape.units, shape.group, shape.size), (tokens, shape.units, shape.size)
     return [
-        torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in (query, key, key, query)
+        torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for s in (query, key, key, query)
     ]
 
 
@@ -108,7 +120,7 @@ class _Stock:
 def _errors(
     shape: _Shape, inputs: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...]
 ) -> tuple[float | None, float | None]:
-    """Return the relative errors of out and of the worst of dq, dk, dv against float64 (first group, short only)."""
+    """Return the errors of out and of the worst of dq, dk, dv against float64; short sequences only."""
     if shape.seq_len > 8192:
         return None, None
     rows = slice(0, shape.seq_len)

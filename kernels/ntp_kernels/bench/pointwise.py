@@ -1,8 +1,8 @@
-"""Everything that moves bytes: each kernel against a device copy of as many bytes, timed in turns (kernels from a graph).
+"""Everything that moves bytes: each kernel, from a graph, against a device copy of as many bytes.
 
-A ratio is therefore the share of the copy bandwidth that a kernel reaches. Bytes count every tensor of the contract
-once, read or written; scratch is not counted. Cross entropy counts its logits three times (read, read, write).
-Shapes are those of Llama-3-8B with 8192 tokens on one rank of a tensor-parallel group of four.
+A ratio is therefore the share of the copy bandwidth that a kernel reaches. Bytes count every tensor of the
+contract once, read or written; scratch is not counted. Cross entropy counts its logits three times (read,
+read, write). Shapes are those of Llama-3-8B with 8192 tokens on one rank of a tensor-parallel group of four.
 """
 
 from collections.abc import Callable
@@ -74,9 +74,9 @@ def _norm() -> list[_Case]:
 def _rope() -> list[_Case]:
     units, group, size = 2, 4, 128
     qkv = _draw(_TOKENS, units, group + 2, size)
-    angle = torch.arange(_TOKENS, device="cuda")[:, None] / 5e5 ** (torch.arange(0, size, 2, device="cuda") / size)
-    cos, sin = angle.cos(), angle.sin()
     positions = torch.arange(_TOKENS, device="cuda", dtype=torch.int32)
+    angle = positions[:, None] / 5e5 ** (torch.arange(0, size, 2, device="cuda") / size)
+    cos, sin = angle.cos(), angle.sin()
     cases: list[_Case] = []
     for name, weight in (("rope", None), ("qk_norm_rope", _draw(size))):
         q, k, v, rstd = qk_norm_rope(qkv, positions, cos, sin, weight, weight, 1e-6)
@@ -90,8 +90,8 @@ def _rope() -> list[_Case]:
             (
                 f"{name}_backward", f"[{_TOKENS}, {units}, {group + 2}, {size}]",
                 (reads + 1) * _bytes(qkv) + _bytes(cos, sin),
-                lambda w=weight, g=(q, k, v), s=rstd: qk_norm_rope_backward(
-                    *g, qkv, positions, cos, sin, w, w, s
+                lambda w=weight, dq=q, dk=k, dv=v, s=rstd: qk_norm_rope_backward(
+                    dq, dk, dv, qkv, positions, cos, sin, w, w, s
                 ),
             ),
         ]  # fmt: skip
@@ -105,8 +105,11 @@ def _swiglu() -> list[_Case]:
         shape = f"[{_TOKENS}, {units}, 2, {width}]"
         cases += [
             ("swiglu", shape, _bytes(gate_up, dy), lambda g=gate_up: swiglu(g)),
-            ("swiglu_backward", shape, 2 * _bytes(gate_up) + _bytes(dy), lambda d=dy, g=gate_up: swiglu_backward(d, g)),
-        ]
+            (
+                "swiglu_backward", shape, 2 * _bytes(gate_up) + _bytes(dy),
+                lambda d=dy, g=gate_up: swiglu_backward(d, g),
+            ),
+        ]  # fmt: skip
     return cases
 
 
@@ -126,10 +129,16 @@ def _cross_entropy() -> list[_Case]:
     shape = f"[{_TOKENS}, {units}, {width}]"
     return [
         ("ce_statistics", shape, _bytes(logits), lambda: ce_statistics(logits, 0, vocab)),
-        ("ce_sums", shape, _bytes(statistics), lambda: ce_sums(logits, row_max, targets, 0, vocab, statistics)),
-        ("ce_backward", shape, 2 * _bytes(logits), lambda: ce_backward(logits, lse, targets, 0, vocab, out)),
+        (
+            "ce_sums", shape, _bytes(statistics),
+            lambda: ce_sums(logits, row_max, targets, 0, vocab, statistics),
+        ),
+        (
+            "ce_backward", shape, 2 * _bytes(logits),
+            lambda: ce_backward(logits, lse, targets, 0, vocab, out),
+        ),
         ("cross entropy, all", shape, 3 * _bytes(logits), everything),
-    ]
+    ]  # fmt: skip
 
 
 def _embedding() -> list[_Case]:
