@@ -94,7 +94,7 @@ class ParamAndGradBuffer:
     def rectangle(self, flat: Tensor, part: Rectangle) -> Tensor:
         """A rectangle of a parameter in a flat tensor of this layout, `[units, elements]`."""
         held = self.held[part.spec.name]
-        return part.of(self.view(flat, part.spec).view(len(held), -1), held)
+        return part.of(self.view(flat, part.spec).view(len(held), part.spec.unit_elements), held)
 
     def buckets(self, elements: int) -> tuple[Bucket, ...]:
         """Cut the parameters into buckets in the order in which backward finishes them.

@@ -28,7 +28,8 @@ def worker_environment(
 
     RANK is the base-mesh rank and WORLD_SIZE counts failed ranks too; LOCAL_RANK is the place (the GPU) on
     the node. NTP_CONFIG is the resolved configuration as JSON, NTP_FAILED the failed ranks with commas,
-    NTP_RESUME what to go on from ("" = nothing), NTP_STRICT 1 where a damaged checkpoint is refused.
+    NTP_RESUME what to go on from ("" = nothing; after a restart of all workers the latest checkpoint),
+    NTP_STRICT 1 where a damaged checkpoint is refused.
     """
     # More threads would cut reductions elsewhere; NVLink multicast sums in an order of its own.
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NCCL_NVLS_ENABLE": "0"}
@@ -54,6 +55,6 @@ def worker_environment(
         "NTP_RUN_DIR": str(run_dir),
         "NTP_CONFIG": job.config.model_dump_json(),
         "NTP_FAILED": ",".join(str(rank) for rank in job.plan.failed),
-        "NTP_RESUME": job.resume or "",
+        "NTP_RESUME": "auto" if rendezvous.attempt and job.config.checkpoint.every else job.resume or "",
         "NTP_STRICT": "1" if job.strict else "0",
     }
