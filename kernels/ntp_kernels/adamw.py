@@ -10,6 +10,7 @@ rounded once.
 # pyright: reportCallIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,6 +73,17 @@ def square_sums(x: torch.Tensor) -> torch.Tensor:
     if x.shape[0]:
         _square_sums_kernel[(x.shape[0],)](x, out, x.shape[1], TILE=_SUM_TILE, num_warps=4)
     return out
+
+
+def probe(device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield fixed results for `selftest.fingerprint`."""
+    from .selftest import pattern
+
+    master, m, grad = (pattern((3000,), device, seed).float() for seed in (71, 72, 73))
+    v, copy = grad.square(), torch.empty(3000, device=device, dtype=torch.bfloat16)
+    sums = square_sums(grad.view(3, 1000))
+    adamw(master, m, v, grad, 1e-3, 0.9, 0.95, 1e-8, 0.1, 3, grad_scale=0.5, copy=copy)
+    yield from (master, m, v, copy, sums)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -16,7 +16,7 @@ A document is a run of equal ids; an id that returns later in the sequence is an
 # pyright: reportCallIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -114,6 +114,17 @@ def attention_backward(
 
     _side_by_side(q.device, query_side, key_side)
     return dq, dk, dv
+
+
+def probe(device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield fixed results for `selftest.fingerprint`."""
+    from .selftest import pattern
+
+    q, dout = pattern((2 * 192, 2, 2, 128), device, 41), pattern((2 * 192, 2, 2, 128), device, 42)
+    k, v = pattern((2 * 192, 2, 128), device, 43), pattern((2 * 192, 2, 128), device, 44)
+    document = (torch.arange(2 * 192, device=device) % 192 // 100).to(torch.int32)
+    out, lse = attention(q, k, v, document, 192, 0.25)
+    yield from (out, lse, *attention_backward(dout, q, k, v, out, lse, document, 192, 0.25))
 
 
 # Per head size: rows (queries), columns (keys), warps, stages. Constants: rows and columns are part of the

@@ -21,6 +21,8 @@ every rank.
 # pyright: reportCallIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -105,6 +107,17 @@ def ce_backward(
         V=width, CHUNK=chunk, SKIP=IGNORED, num_warps=max(1, chunk // 1024),
     )  # fmt: skip
     return out
+
+
+def probe(device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield fixed results for `selftest.fingerprint`."""
+    from .selftest import pattern
+
+    logits = pattern((20, 3, 64), device, 51) * 16
+    targets = torch.arange(20, device=device) * 9 % 170
+    row_max, statistics = ce_statistics(logits, 1, 230)
+    sums, bits = ce_sums(logits, row_max, targets, 1, 230, statistics)
+    yield from (row_max, statistics, sums, bits, ce_backward(logits, row_max + 1, targets, 1, 230))
 
 
 @triton.jit(do_not_specialize=["units", "limit"])

@@ -10,6 +10,8 @@ program, which adds the row's tokens in ascending token order, so its bits depen
 # pyright: reportCallIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -51,6 +53,17 @@ def embedding_wgrad(ids: torch.Tensor, dy: torch.Tensor, first_unit: int, out: t
         sorted_ids, order, dy, out, first_unit * rows, units * rows, ids.shape[0],
         D=hidden, RUN=_RUN, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
+
+
+def probe(device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield fixed results for `selftest.fingerprint`."""
+    from .selftest import pattern
+
+    ids = torch.arange(60, device=device) * 7 % 40
+    dy, w = pattern((60, 64), device, 61), pattern((2, 16, 64), device, 62)
+    out = torch.zeros(w.shape, device=device)
+    embedding_wgrad(ids, dy, 0, out)
+    yield from (embedding(ids, w, 0), out)
 
 
 @triton.jit(do_not_specialize=["first_row", "rows"])

@@ -4,10 +4,9 @@ Legend: M tokens of one call, D hidden size. bf16 or f32 in and out, fp32 inside
 
 What moves no bits: a row is one program's work and its sum has one order, set by D alone, so `y`, `summed`,
 `rstd` and `dx` of a row do not depend on the other rows of the call, on M or on the card's multiprocessor
-count. The weight gradient is folded in two fixed steps: rows of one block of `TOKEN_BLOCK` tokens in
-ascending order, then the blocks of a call by `fold_token_blocks`. It has no atomics. A trainer that shards
-the tokens keeps the bits by handing whole token blocks to `rms_norm_backward_blocks` and folding all of them
-at once.
+count. The weight gradient is folded in two fixed steps: the rows of one block of `TOKEN_BLOCK` tokens, then
+the blocks of a call by `fold_token_blocks`. It has no atomics. A trainer that shards the tokens keeps the
+bits by handing whole token blocks to `rms_norm_backward_blocks` and folding all of them at once.
 
 Left out: a bias and a mean (no Llama-like model has them); D above 32768 (a row would not fit in registers).
 """
@@ -15,6 +14,8 @@ Left out: a bias and a mean (no Llama-like model has them); D above 32768 (a row
 # Triton types neither its launch keywords nor what its builtins return.
 # pyright: reportCallIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -119,6 +120,15 @@ def fold_token_blocks(partial: torch.Tensor) -> torch.Tensor:
         partial, out, blocks, columns, ROWS=_FOLD_ROWS, COLUMNS=_FOLD_COLUMNS, num_warps=4
     )
     return out
+
+
+def probe(device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield fixed results for `selftest.fingerprint`."""
+    from .selftest import pattern
+
+    x, residual, weight = (pattern((40, 256), device, seed) for seed in (11, 12, 13))
+    y, summed, rstd = add_rms_norm(x, residual, weight[0], 1e-5)
+    yield from (y, summed, rstd, *rms_norm_backward(residual, summed, weight[0], rstd, x))
 
 
 def _shape(x: torch.Tensor) -> tuple[int, int]:

@@ -14,6 +14,8 @@ can add units in global unit order on any mesh. No atomics.
 # pyright: reportCallIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -87,6 +89,18 @@ def qk_norm_rope_backward(
         return dqkv, None, None
     total = _fold_heads(partial)
     return dqkv, None if q_weight is None else total[0], None if k_weight is None else total[1]
+
+
+def probe(device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield fixed results for `selftest.fingerprint`."""
+    from .selftest import pattern
+
+    qkv, weight = pattern((40, 2, 4, 64), device, 21), pattern((2, 64), device, 22)
+    positions = torch.arange(40, device=device, dtype=torch.int32)
+    table = pattern((40, 32), device, 23).float()
+    q, k, v, rstd = qk_norm_rope(qkv, positions, table, table, weight[0], weight[1], 1e-6)
+    gradients = qk_norm_rope_backward(q, k, v, qkv, positions, table, table, weight[0], weight[1], rstd)
+    yield from (q, k, v, rstd, *(g for g in gradients if g is not None))
 
 
 def _fold_heads(partial: torch.Tensor) -> torch.Tensor:

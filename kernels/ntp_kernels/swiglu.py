@@ -9,6 +9,8 @@ zero. The sigmoid is `1 / (1 + exp(-gate))`; the backward recomputes it from `ga
 # pyright: reportCallIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +40,15 @@ def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     rows, columns, grid = _tiles(tokens * units, width)
     _backward_kernel[grid](dy, gate_up, out, tokens * units, B=width, ROWS=rows, COLUMNS=columns, num_warps=4)
     return out
+
+
+def probe(device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield fixed results for `selftest.fingerprint`."""
+    from .selftest import pattern
+
+    gate_up = pattern((40, 3, 2, 48), device, 31) * 8
+    y = swiglu(gate_up)
+    yield from (y, swiglu_backward(y, gate_up))
 
 
 def _tiles(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
