@@ -1,7 +1,6 @@
 """The model against `transformers`, and its bits on simulated tensor-parallel ranks against one rank."""
 
 import math
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +14,9 @@ from ntp.data import Batch
 from ntp.layers import refresh_exponents
 from ntp.model import Model
 from ntp.parameters import parameter_specs
-from ntp.testing import SimulatedFabric, SimulatedWorld
 from ntp.units import UnitRange, spread
 from ntp.weight import Weight
+from tests.ranks import on_ranks
 from tests.transformers_oracle import build_oracle, logical_tensors, stored_units
 
 SEQ_LEN, SEQUENCES = 24, 2
@@ -89,23 +88,7 @@ def run(
     microbatches: int = 1,
 ) -> Outcome:
     """Run the model on `degree` simulated ranks, which must see the same bits of losses and logits."""
-    world, results = SimulatedWorld(30.0), {}
-
-    def rank_body(rank: int) -> None:
-        try:
-            group = SimulatedFabric(world, rank).group(range(degree))
-            assert group is not None
-            results[rank] = run_rank(config, units, batch, group, dtype, microbatches)
-        except BaseException as error:
-            world.fail(error)
-            raise
-
-    threads = [threading.Thread(target=rank_body, args=(rank,)) for rank in range(degree)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    outcomes = [results[rank] for rank in range(degree)]
+    outcomes = on_ranks(lambda group: run_rank(config, units, batch, group, dtype, microbatches), degree)
     for other in outcomes[1:]:
         assert same_bits(other.losses, outcomes[0].losses)
         assert same_bits(other.logits, outcomes[0].logits)
