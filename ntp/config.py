@@ -17,24 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from ntp import yaml_text
+from ntp.elastic_config import ElasticConfig, below
 from ntp.errors import ConfigError
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Ratio = Annotated[float, Field(ge=0, le=1)]
-MultipleOf16 = Annotated[int, Field(ge=16, multiple_of=16)]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, strict types, unknown keys refused."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+from ntp.section import Count, Fraction, MultipleOf16, Positive, PositiveFloat, Ratio, Section
 
 
 class RopeScaling(Section):
@@ -225,7 +214,7 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: Count = 0  # steps between evaluations; 0 = never
-    timeout_s: PositiveFloat = 600.0  # of one collective
+    timeout_s: PositiveFloat = 120.0  # of one collective
     stop_after: Count | None = None  # end the run here, with a save; the schedule still counts to `steps`
 
     @property
@@ -271,12 +260,19 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    elastic: ElasticConfig = ElasticConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         if self.train.eval_every and not self.data.held_out:
             raise ValueError(f"train.eval_every={self.train.eval_every} needs data.held_out > 0, found 0.0")
+        return self
+
+    @model_validator(mode="after")
+    def _timeouts_nest(self) -> Self:
+        for outer in ("step_timeout_s", "checkpoint_timeout_s") if self.elastic.enabled else ():
+            below(self.train, "timeout_s", self.elastic, outer, ("train.", "elastic."))
         return self
 
 
@@ -287,7 +283,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     tree = yaml_text.load_mapping(path)
     for override in overrides:
-        _apply(tree, override)
+        apply_override(tree, override)
     return parse_config(yaml_text.to_json(tree))
 
 
@@ -317,8 +313,8 @@ def dump_yaml(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    """Sets one dotted key of `tree` in place, making the mappings on its way."""
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Sets one dotted key of `tree` in place, making the mappings on its way. Raises ConfigError."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
