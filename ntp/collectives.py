@@ -6,10 +6,11 @@ simulated ranks (threads) in `ntp.testing`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,14 @@ ReduceOp = Literal["sum", "max"]
 
 _HOST_TIMEOUT = timedelta(hours=2)
 """Of a collective of a host group: one rank may write a checkpoint to a slow disk while the others wait."""
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed because another rank has gone; what it left in its tensors is garbage."""
+
+
+class MembershipChangedError(RuntimeError):
+    """The generation that this group belongs to is over: leave it for the next."""
 
 
 class Handle(Protocol):
@@ -131,47 +140,97 @@ def build_mesh(plan: Plan, rank: int, fabric: Fabric) -> Mesh | None:
     return Mesh(rank, workers, tensor, peers, host)
 
 
-class TorchGroup(Group):
-    """A torch.distributed process group."""
+Check = Callable[[], None]
+"""Called before every collective; raises MembershipChangedError where the generation is over."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, process_group: dist.ProcessGroup):
+
+class TorchGroup(Group):
+    """A torch.distributed process group.
+
+    Raises PeerLostError from any collective whose peers have gone.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, process_group: dist.ProcessGroup, check: Check = lambda: None
+    ):
         super().__init__(ranks, rank)
-        self._process_group = process_group
+        self._process_group: dist.ProcessGroup | None = process_group
+        self._check = check
+
+    def close(self) -> None:
+        """Give the connections up, so that peers that wait for this rank fail at once."""
+        process_group, self._process_group = self._process_group, None
+        if process_group is not None:
+            dist.destroy_process_group(process_group)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[dist.ProcessGroup]:
+        self._check()
+        if self._process_group is None:
+            raise MembershipChangedError("this group has been closed")
+        try:
+            yield self._process_group
+        except RuntimeError as error:
+            raise PeerLostError(str(error)) from error
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(tensor, kind, group=self._process_group)
+        with self._guarded() as process_group:
+            dist.all_reduce(tensor, kind, group=process_group)
 
     def _all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
         padded[: tensor.shape[0]] = tensor
         pieces = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(pieces, padded, group=self._process_group)
+        with self._guarded() as process_group:
+            dist.all_gather(pieces, padded, group=process_group)
         return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
 
     def _all_to_all(
         self, output: Tensor, source: Tensor, output_splits: Sequence[int], source_splits: Sequence[int]
     ) -> Handle:
-        work = dist.all_to_all_single(
-            output, source, list(output_splits), list(source_splits), group=self._process_group, async_op=True
-        )
+        with self._guarded() as process_group:
+            work = dist.all_to_all_single(
+                output, source, list(output_splits), list(source_splits), group=process_group, async_op=True
+            )
         assert work is not None
-        return work
+        return _GuardedWork(self, work)
+
+
+@dataclass(frozen=True, slots=True)
+class _GuardedWork:
+    group: TorchGroup
+    work: Handle
+
+    def wait(self) -> None:
+        with self.group._guarded():
+            self.work.wait()
 
 
 class TorchFabric:
     """Groups of an initialised torch.distributed world whose rank `i` is process rank `world[i]`."""
 
-    def __init__(self, world: Sequence[int], rank: int):
+    def __init__(self, world: Sequence[int], rank: int, check: Check = lambda: None):
         self._index = {process: place for place, process in enumerate(world)}
         self._rank = rank
+        self._check = check
+        self._groups: list[TorchGroup] = []
 
     def group(self, ranks: Sequence[int], on_host: bool = False) -> Group | None:
-        options = {"backend": "gloo", "timeout": _HOST_TIMEOUT} if on_host else {}
-        process_group = dist.new_group(
-            [self._index[rank] for rank in ranks], use_local_synchronization=False, **options
-        )
+        options: dict[str, Any] = {"backend": "gloo", "timeout": _HOST_TIMEOUT} if on_host else {}
+        self._check()
+        try:
+            process_group = dist.new_group([self._index[rank] for rank in ranks], **options)
+        except RuntimeError as error:
+            raise PeerLostError(str(error)) from error
         if self._rank not in ranks:
             return None
         assert isinstance(process_group, dist.ProcessGroup)
-        return TorchGroup(ranks, list(ranks).index(self._rank), process_group)
+        group = TorchGroup(ranks, list(ranks).index(self._rank), process_group, self._check)
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Close every group, in the order in which all ranks made them."""
+        for group in self._groups:
+            group.close()

@@ -53,18 +53,14 @@ class DistributedOptimizer:
     """AdamW over this rank's slices where every replica has the same degree.
 
     Args:
-        buffer: the rank's storage; `buffer.parameters` receives the initial and the updated parameters.
+        buffer: the rank's storage; `buffer.parameters` receives initial and updated parameters.
         world: the group of every worker, over which norms are combined.
         config: learning-rate independent settings.
-        seed: of the initial weights.
-        init_std: standard deviation of normally distributed initial weights.
     """
 
     buffer_class: type[ParamAndGradBuffer] = ParamAndGradBuffer
 
-    def __init__(
-        self, buffer: ParamAndGradBuffer, world: Group, config: OptimizerConfig, seed: int, init_std: float
-    ):
+    def __init__(self, buffer: ParamAndGradBuffer, world: Group, config: OptimizerConfig):
         assert type(buffer) is self.buffer_class, type(buffer)
         self.buffer = buffer
         self.slices = tuple(self._layout())
@@ -78,7 +74,6 @@ class DistributedOptimizer:
         self.master, self.exp_avg, self.exp_avg_sq, self._gradient = (
             torch.zeros(blocks * BLOCK, dtype=torch.float32, device=device) for _ in range(4)
         )
-        self._initialise(seed, init_std)
 
     def commit(self, gradients: Gradients, tokens: int, learning_rate: float, step: int) -> float:
         """Clip, update and send the new parameters to their holders; collective over the workers.
@@ -159,7 +154,12 @@ class DistributedOptimizer:
                         yield Slice(spec, units, start, stop, first, last, counts)
                         first = last
 
-    def _initialise(self, seed: int, init_std: float) -> None:
+    def initialise(self, seed: int, init_std: float) -> None:
+        """Set masters and parameters to the initial weights, a function of `seed`; local.
+
+        Args:
+            init_std: standard deviation of normally distributed weights.
+        """
         for spec in self.buffer.specs:
             held = self.buffer.held[spec.name]
             values = initial_units(spec, held, seed, init_std).to(self.buffer.parameters.device)

@@ -29,11 +29,21 @@ class MeshBrokenError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a simulated rank knows."""
+    """What a simulated worker knows."""
 
     rank: int
     plan: Plan
     mesh: Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What any simulated process knows; `world` are all live ones, `mesh` is None on a standby."""
+
+    rank: int
+    plan: Plan
+    world: Group
+    mesh: Mesh | None
 
 
 def simulate(function: Callable[[Member], T], plan: Plan, timeout_s: float = 120.0) -> dict[int, T]:
@@ -42,24 +52,43 @@ def simulate(function: Callable[[Member], T], plan: Plan, timeout_s: float = 120
     Raises:
         Exception: the first exception that a rank raised.
     """
-    world = SimulatedWorld(timeout_s)
+
+    def on_worker(process: Process) -> T:
+        assert process.mesh is not None
+        return function(Member(process.rank, process.plan, process.mesh))
+
+    return _run_threads(on_worker, plan, plan.workers, timeout_s)
+
+
+def simulate_processes(
+    function: Callable[[Process], T], plan: Plan, timeout_s: float = 120.0
+) -> dict[int, T]:
+    """Like `simulate`, on every live process of `plan`, standbys included."""
+    return _run_threads(function, plan, plan.world, timeout_s)
+
+
+def _run_threads(
+    function: Callable[[Process], T], plan: Plan, ranks: Sequence[int], timeout_s: float
+) -> dict[int, T]:
+    meeting = SimulatedWorld(timeout_s)
     results: dict[int, T] = {}
 
     def run(rank: int) -> None:
         try:
-            mesh = build_mesh(plan, rank, SimulatedFabric(world, rank))
-            assert mesh is not None
-            results[rank] = function(Member(rank, plan, mesh))
+            fabric = SimulatedFabric(meeting, rank)
+            world = fabric.group(plan.world, on_host=True)
+            assert world is not None
+            results[rank] = function(Process(rank, plan, world, build_mesh(plan, rank, fabric)))
         except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
-            world.fail(error)
+            meeting.fail(error)
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}") for rank in plan.workers]
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}") for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if world.error is not None:
-        raise world.error
+    if meeting.error is not None:
+        raise meeting.error
     return dict(sorted(results.items()))
 
 

@@ -7,6 +7,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ntp.model import Model
 from ntp.optim import DistributedOptimizer, NonuniformTPOptimizer
 from ntp.parameters import ParameterSpec, parameter_specs
 from ntp.plan import Plan
+from ntp.protocol import Phase
 from ntp.reshard import holders
 from ntp.weight import Weight
 
@@ -57,6 +59,36 @@ class Usage:
     gemm_flops: int
 
 
+class Watch(Protocol):
+    """Told what a worker is doing; may ask it to stop at the next step boundary."""
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """The worker begins a phase. An exception raised here ends the step."""
+        ...
+
+    def wants_switch(self) -> bool:
+        """Whether the workers are to leave the generation after the step under way."""
+        ...
+
+
+class _Unwatched:
+    def enter(self, phase: Phase, step: int) -> None:
+        del phase, step
+
+    def wants_switch(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Ballot:
+    """A step whose gradients this worker has, and whose norm it waits for."""
+
+    step: int
+    loss: float
+    tokens: int
+    learning_rate: float
+
+
 class Trainer:
     """One worker of a job.
 
@@ -64,17 +96,39 @@ class Trainer:
         plan: who owns what; `mesh` are the groups that follow from it.
         datasets: what `ntp.data.open_datasets` returned.
         device: where to compute.
+        watch: told of every phase.
+        initialise: start from the initial weights; else the caller fills the state and calls `publish`.
+
+    Attributes:
+        committed: the last step whose update this worker has made; its result is in `result`.
+        switch: the workers have agreed to leave the generation after the last step.
     """
 
-    def __init__(self, config: Config, plan: Plan, mesh: Mesh, datasets: Datasets, device: torch.device):
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        mesh: Mesh,
+        datasets: Datasets,
+        device: torch.device,
+        watch: Watch | None = None,
+        initialise: bool = True,
+    ):
         self.config, self.plan, self.mesh = config, plan, mesh
+        self.committed = 0
+        self.result: StepResult | None = None
+        self.switch = False
+        self._ballot: _Ballot | None = None
+        self._watch = watch or _Unwatched()
         self._datasets, self._device = datasets, device
         specs = parameter_specs(config.model)
         self.weights = make_weights(specs, plan, mesh.rank)
         self.ddp, self.optimizer = wrap(config, specs, self.weights, plan, mesh, device)
         self.model = Model(config.model, self.weights, mesh.tensor, config.train.seq_len)
-        refresh_exponents(self.weights.values(), mesh.tensor)
         self._gemm_flops = 0
+        if initialise:
+            self.optimizer.initialise(config.train.seed, config.model.initializer_range)
+            refresh_exponents(self.weights.values(), mesh.tensor)
 
     def publish(self) -> None:
         """Renew the parameters that compute after a change of the masters; collective over the workers."""
@@ -86,14 +140,32 @@ class Trainer:
 
         `before_commit` is called when the gradients are there and the state is about to change.
         """
+        self._watch.enter(Phase.STEP, step)
         losses = self._accumulate(step)
+        self._watch.enter(Phase.EXCHANGE, step)
         gradients = self.ddp.sync()
-        loss, tokens = self._combine(losses)
-        rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
+        loss, tokens, self.switch = self._combine(losses)
         before_commit()
-        norm = self.optimizer.commit(gradients, tokens, rate, step)
-        refresh_exponents(self.weights.values(), self.mesh.tensor)
-        return StepResult(step, loss, norm, rate, tokens)
+        rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
+        self._ballot = _Ballot(step, loss, tokens, rate)
+        self._watch.enter(Phase.VOTE, step)
+        norm = self.optimizer.vote(gradients, tokens)
+        self._watch.enter(Phase.UPDATE, step)
+        result = self.finish(norm)
+        self.publish()
+        return result
+
+    def finish(self, norm: float) -> StepResult:
+        """Make the update that the vote on `norm` has decided; local.
+
+        After a loss it completes the step of a worker that has voted but not heard the result.
+        """
+        ballot = self._ballot
+        assert ballot is not None, "a worker that has not voted cannot be part of a committed step"
+        self.optimizer.update(norm, ballot.tokens, ballot.learning_rate, ballot.step)
+        self.committed, self._ballot = ballot.step, None
+        self.result = StepResult(ballot.step, ballot.loss, norm, ballot.learning_rate, ballot.tokens)
+        return self.result
 
     def evaluate(self) -> float:
         """Mean cross entropy of the held-out sequences; collective over the workers."""
@@ -145,17 +217,18 @@ class Trainer:
 
     def _combine(
         self, losses: Mapping[int, tuple[Tensor, int]], sequences: int | None = None
-    ) -> tuple[float, int]:
-        """Mean loss per token and number of tokens over all replicas, sequences in canonical order."""
+    ) -> tuple[float, int, bool]:
+        """Mean loss per token, tokens, and whether anyone wants a switch; sequences in canonical order."""
         sequences = sequences or self.config.train.global_batch
-        bits = torch.zeros(sequences + 1, dtype=torch.int64, device=self._device)
+        bits = torch.zeros(sequences + 2, dtype=torch.int64, device=self._device)
+        bits[-1] = self._watch.wants_switch()
         if self.mesh.tensor.rank == 0:
             for first, (loss, tokens) in losses.items():
                 bits[first : first + loss.numel()] = loss.double().view(torch.int64)
-                bits[-1] += tokens
+                bits[-2] += tokens
         self.mesh.workers.all_reduce(bits)  # each sequence is non-zero on one rank: bits are kept
-        tokens = int(bits[-1])
-        return math.fsum(bits[:-1].view(torch.float64).tolist()) / tokens, tokens
+        tokens = int(bits[-2])
+        return math.fsum(bits[:-2].view(torch.float64).tolist()) / tokens, tokens, bool(bits[-1])
 
 
 def make_weights(specs: Sequence[ParameterSpec], plan: Plan, rank: int) -> dict[str, Weight]:
@@ -185,7 +258,4 @@ def wrap(
         ddp_class, optimizer_class = NonuniformTPDistributedDataParallel, NonuniformTPOptimizer
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.train.dtype]
     ddp = ddp_class(specs, weights, plan, mesh, dtype, device, overlap=config.parallel.overlap_exchange)
-    optimizer = optimizer_class(
-        ddp.buffer, mesh.workers, config.optimizer, config.train.seed, config.model.initializer_range
-    )
-    return ddp, optimizer
+    return ddp, optimizer_class(ddp.buffer, mesh.workers, config.optimizer)

@@ -1,0 +1,176 @@
+"""From one generation to the next: settle what was committed, then move the state to its new places.
+
+Every live process takes part, with or without state. They tell each other what they have, and all come to the
+same decision from it (`decide`, pure):
+
+1. *Layout.* State is laid out by the plan of some generation. A move fills the new layout beside the old one,
+   which is dropped only after everyone's move is complete; a loss in between may therefore leave both. The
+   newest layout that all its surviving workers have is the one to go on from.
+2. *Step.* If any worker has made the update of step s, every worker had voted on it and has its gradients,
+   so the others make it too. Else nobody makes it and the step is computed again.
+3. *Moves.* `state_moves` from that layout to the new plan. What nobody keeps any more raises
+   `StateLostError`; the caller then goes back to a snapshot or a checkpoint.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntp.collectives import Group
+from ntp.config import Config
+from ntp.messages import gather_values
+from ntp.optim import DistributedOptimizer
+from ntp.parameters import parameter_specs
+from ntp.plan import Plan, make_plan
+from ntp.reshard import Rectangle, post
+from ntp.state_moves import state_moves
+from ntp.trainer import StepResult, Trainer
+
+
+class StateLostError(RuntimeError):
+    """Some state survives on no live rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to go on from, the same on every process.
+
+    Attributes:
+        layout: generation of the layout, None where nobody has state: the job begins.
+        failed: the ranks that were missing in that generation.
+        alive: the ranks that have their state in it.
+        step: the last step that is, or is to be, committed.
+        result: that step's result; None where no step has been committed since the start or a load.
+    """
+
+    layout: int | None
+    failed: tuple[int, ...]
+    alive: tuple[int, ...]
+    step: int
+    result: StepResult | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """State in its new place.
+
+    Attributes:
+        trainer: None on a process that holds no shard in the new plan.
+        bytes_received: from other ranks.
+    """
+
+    trainer: Trainer | None
+    decision: Decision
+    bytes_received: int
+
+
+def report(trainers: Iterable[Trainer]) -> list[dict[str, Any]]:
+    """What a process has: for each layout its generation, missing ranks, step and result, as JSON values."""
+    return [
+        {
+            "layout": trainer.plan.generation,
+            "failed": list(trainer.plan.failed),
+            "step": trainer.committed,
+            "result": None if trainer.result is None else asdict(trainer.result),
+        }
+        for trainer in trainers
+    ]
+
+
+def decide(config: Config, reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> Decision:
+    """Decide from the reports of all live processes, by rank.
+
+    Raises:
+        StateLostError: no layout is whole on its surviving workers.
+    """
+    failed_of = {entry["layout"]: entry["failed"] for entries in reports.values() for entry in entries}
+    if not failed_of:
+        return Decision(None, (), (), 0, None)
+    for layout in sorted(failed_of, reverse=True):
+        has = {r: e for r, entries in reports.items() for e in entries if e["layout"] == layout}
+        workers = set(make_plan(config, failed_of[layout], layout).workers)
+        if any(rank in workers and entries and rank not in has for rank, entries in reports.items()):
+            continue
+        newest = max(has.values(), key=lambda entry: entry["step"])
+        result = None if newest["result"] is None else StepResult(**newest["result"])
+        return Decision(layout, tuple(failed_of[layout]), tuple(sorted(has)), newest["step"], result)
+    raise StateLostError(f"layouts {sorted(failed_of)} are all incomplete")
+
+
+def recover(
+    config: Config,
+    plan: Plan,
+    world: Group,
+    trainers: Sequence[Trainer],
+    make_trainer: Callable[[], Trainer | None],
+) -> Recovered:
+    """Carry the state into `plan`; collective over `world`, every live process of the new generation.
+
+    Args:
+        world: carries host tensors.
+        trainers: the layouts that this process has; they stay untouched but for a step that is finished.
+        make_trainer: makes this process's trainer under `plan`, without state; None for a standby.
+
+    Raises:
+        StateLostError: on every process alike.
+    """
+    reports = dict(zip(world.ranks, gather_values(world, report(trainers)), strict=True))
+    decision = decide(config, reports)
+    assert decision.layout is not None
+    mine = next((t for t in trainers if t.plan.generation == decision.layout), None)
+    if mine is not None and mine.committed < decision.step:
+        assert decision.result is not None
+        mine.finish(decision.result.grad_norm)
+    specs = parameter_specs(config.model)
+    old = make_plan(config, decision.failed, decision.layout)
+    rank = world.ranks[world.rank]
+    moves = state_moves(old, plan, decision.alive, rank, specs)
+    if moves.missing:
+        raise StateLostError(f"no live rank has the state of {', '.join(moves.missing[:3])} any more")
+    trainer = make_trainer()
+    received = _move(world, moves.sends, moves.receives, mine, trainer)
+    if trainer is not None:
+        trainer.committed, trainer.result = decision.step, decision.result
+    gather_values(world, None)  # everyone's move is complete: old layouts may go
+    return Recovered(trainer, decision, received)
+
+
+def _move(
+    world: Group,
+    sends: Sequence[Rectangle],
+    receives: Sequence[Rectangle],
+    source: Trainer | None,
+    target: Trainer | None,
+) -> int:
+    """Carry masters and moments; returns the bytes that came from other ranks."""
+    outgoing = [(part.peer, _state(source, part).cpu()) for part in sends]
+    incoming = [(part.peer, 3 * part.elements) for part in receives]
+    pieces = post(world, outgoing, incoming, torch.empty(0)).wait()
+    for part, piece in zip(receives, pieces, strict=True):
+        assert target is not None
+        for flat, values in zip(_flats(target.optimizer), piece.view(3, len(part.units), -1), strict=True):
+            _in_slice(target.optimizer, part, flat).copy_(values)
+    rank = world.ranks[world.rank]
+    return sum(12 * part.elements for part in receives if part.peer != rank)
+
+
+def _state(trainer: Trainer | None, part: Rectangle) -> Tensor:
+    """Master and moments of a rectangle, `[3, units, elements]`."""
+    assert trainer is not None
+    return torch.stack([_in_slice(trainer.optimizer, part, flat) for flat in _flats(trainer.optimizer)])
+
+
+def _flats(optimizer: DistributedOptimizer) -> tuple[Tensor, Tensor, Tensor]:
+    return optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq
+
+
+def _in_slice(optimizer: DistributedOptimizer, part: Rectangle, flat: Tensor) -> Tensor:
+    """The rectangle in the slice that contains it."""
+    for kept in optimizer.slices:
+        if kept.spec.name == part.spec.name and kept.start <= part.start and part.stop <= kept.stop:
+            inside = kept.of(flat)[kept.units.local(part.units)]
+            return inside[:, part.start - kept.start : part.stop - kept.start]
+    raise AssertionError(f"{part.spec.name}: elements {part.start} to {part.stop} are not kept here")

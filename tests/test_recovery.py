@@ -1,0 +1,135 @@
+"""Recovery on simulated ranks: whatever is lost, and wherever in a step, the bits stay the same."""
+
+import pytest
+import torch
+
+from ntp.plan import make_plan
+from ntp.protocol import Phase
+from ntp.recovery import StateLostError, decide, recover
+from ntp.testing import simulate, simulate_processes
+from ntp.trainer import Trainer
+from tests.shapes import LLAMA, QWEN, make_config
+from tests.training import open_data, train
+
+CPU = torch.device("cpu")
+STEPS = 4
+
+
+class KilledError(Exception):
+    """A simulated rank dies."""
+
+
+class FaultAt:
+    """A watch that kills its rank on entering a phase of a step."""
+
+    def __init__(self, rank, victims, step, phase):
+        self.armed = rank in victims
+        self.step, self.phase = step, phase
+
+    def enter(self, phase, step):
+        if self.armed and (step, phase) == (self.step, self.phase):
+            raise KilledError
+
+    def wants_switch(self):
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def run_until_fault(config, plan, data, victims, step, phase):
+    """Train until the victims die; the trainers of the survivors, as the fault left them."""
+    trainers = {}
+
+    def body(member):
+        watch = FaultAt(member.rank, victims, step, phase)
+        trainer = trainers[member.rank] = Trainer(config, plan, member.mesh, data, CPU, watch)
+        for number in range(1, STEPS + 1):
+            trainer.step(number)
+
+    with pytest.raises(KilledError):
+        simulate(body, plan)
+    return {rank: trainer for rank, trainer in trainers.items() if rank not in victims}
+
+
+def go_on(config, plan, data, survivors):
+    """Recover into `plan` and train to the end; hashes and the steps that were computed."""
+
+    def body(process):
+        kept = [survivors[process.rank]] if process.rank in survivors else []
+
+        def make():
+            return process.mesh and Trainer(config, plan, process.mesh, data, CPU, initialise=False)
+
+        recovered = recover(config, plan, process.world, kept, make)
+        trainer = recovered.trainer
+        if trainer is None:
+            return None
+        trainer.publish()
+        steps = [trainer.step(s) for s in range(trainer.committed + 1, STEPS + 1)]
+        return steps, trainer.result, trainer.hashes()
+
+    results = simulate_processes(body, plan)
+    return results[plan.reporter]
+
+
+CASES = [
+    ({"dp": 2, "tp": 2}, (3,), 2, Phase.STEP),
+    ({"dp": 2, "tp": 2}, (3,), 2, Phase.EXCHANGE),
+    ({"dp": 2, "tp": 3}, (0,), 2, Phase.VOTE),
+    ({"dp": 2, "tp": 2}, (1,), 2, Phase.UPDATE),
+    ({"dp": 3, "tp": 2}, (4,), 3, Phase.UPDATE),
+    ({"dp": 2, "tp": 2}, (2, 3), 2, Phase.UPDATE),
+    ({"dp": 2, "tp": 2, "standbys": 1}, (3,), 2, Phase.UPDATE),
+    ({"dp": 2, "tp": 2, "policy": "uniform"}, (3,), 2, Phase.EXCHANGE),
+]
+
+
+@pytest.mark.parametrize(("parallel", "victims", "step", "phase"), CASES)
+def test_a_loss_at_any_point_of_a_step_changes_no_bit(parallel, victims, step, phase):
+    model = QWEN if len(victims) > 1 else LLAMA
+    config = make_config(model, parallel=parallel, train={"steps": STEPS, "global_batch": 4})
+    data = open_data(config)
+    unfailed = train(config, data)
+    survivors = run_until_fault(config, make_plan(config), data, victims, step, phase)
+    plan = make_plan(config, victims, generation=1)
+    steps, _, hashes = go_on(config, plan, data, survivors)
+    assert hashes == unfailed.hashes
+    assert steps == list(unfailed.steps[STEPS - len(steps) :])
+    assert len(steps) >= STEPS - step
+
+
+def test_a_rank_that_returns_without_state_is_given_its_share():
+    config = make_config(parallel={"dp": 2, "tp": 2}, train={"steps": STEPS, "global_batch": 4})
+    data = open_data(config)
+    unfailed = train(config, data)
+    survivors = run_until_fault(config, make_plan(config, {3}), data, {2}, 3, Phase.STEP)
+    _, _, hashes = go_on(config, make_plan(config, {2}, generation=1), data, survivors)
+    assert hashes == unfailed.hashes
+
+
+def test_a_loss_of_the_only_copy_is_an_error_on_every_rank():
+    config = make_config(
+        parallel={"dp": 2, "tp": 2}, train={"steps": STEPS, "global_batch": 4}, optimizer={"copies": 1}
+    )
+    data = open_data(config)
+    survivors = run_until_fault(config, make_plan(config), data, {1}, 2, Phase.STEP)
+    with pytest.raises(StateLostError, match="no live rank"):
+        go_on(config, make_plan(config, {1}, generation=1), data, survivors)
+
+
+def entry(layout, step, failed=()):
+    return {"layout": layout, "failed": list(failed), "step": step, "result": None}
+
+
+def test_the_newest_layout_that_is_whole_wins():
+    config = make_config(parallel={"dp": 2, "tp": 2})
+    half_moved = {0: [entry(0, 5), entry(1, 5, {3})], 1: [entry(0, 5)], 2: [entry(0, 5)]}
+    assert decide(config, half_moved).layout == 0
+    dropped = {0: [entry(1, 5, {3})], 1: [entry(0, 5), entry(1, 5, {3})], 2: [entry(1, 5, {3})]}
+    assert decide(config, dropped).layout == 1
+    fresh = {0: [entry(0, 5)], 1: [entry(0, 6)], 2: [entry(0, 6)], 3: []}
+    assert (decide(config, fresh).step, decide(config, fresh).alive) == (6, (0, 1, 2))
+    assert decide(config, {0: [], 1: []}).layout is None
