@@ -6,9 +6,11 @@ standby has no coordinate, only a rank. Naming one rank twice, in whatever spell
 duplicate usually has a typing error where another rank should be.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from ntp.errors import TopologyError
 
@@ -36,6 +38,25 @@ def parse_failed(texts: Sequence[str], dp: int, tp: int, standbys: int) -> froze
             f"all {world} ranks failed ({', '.join(failed.values())}): nothing is left to train on"
         )
     return frozenset(failed)
+
+
+def read_rank_map(path: str) -> list[int]:
+    """The process rank at each coordinate of the base mesh, standbys last: a JSON list in a file.
+
+    Whether it is a permutation is for `parallel.rank_map` to say. Raises TopologyError.
+    """
+    try:
+        value: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TopologyError(f"cannot read rank map '{path}': {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise TopologyError(f"rank map '{path}' is not JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(value, list):
+        raise TopologyError(f"rank map '{path}': expected a list of ranks, found {str(value)[:60]!r}")
+    for rank in cast("list[Any]", value):
+        if type(rank) is not int:
+            raise TopologyError(f"rank map '{path}': expected ranks, found {str(rank)[:60]!r}")
+    return cast("list[int]", value)
 
 
 def _names(texts: Sequence[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ntp.config import Config, load_config
 from ntp.errors import NtpError
 from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
-from ntp.topology import parse_failed
+from ntp.topology import parse_failed, read_rank_map
 from ntp_launcher.flags import Nodes, OneLineParser, add_torchrun_flags, nodes_from
 from ntp_launcher.job import Job
 from ntp_launcher.placement import block_size
@@ -62,6 +62,12 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="GPUs that do not exist: base-mesh ranks (3,5), coordinates (dp=0/tp=3) or @FILE, one a line",
     )
     parser.add_argument(
+        "--rank-map",
+        "--rank_map",
+        metavar="FILE",
+        help="the process rank at each coordinate, a JSON list, as ntp-plan advise writes it",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -89,7 +95,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str) -> int:
     """Checks everything that can be checked, then shows the plan or runs the job. Raises NtpError."""
     nodes = nodes_from(args)
-    config = load_config(args.config, args.set)
+    config = load_config(args.config, _overrides(args))
     parallel = config.parallel
     plan = make_plan(config, parse_failed(args.failed, parallel.dp, parallel.tp, parallel.standbys))
     block_size(parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
@@ -99,6 +105,13 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str
         return 0
     job = Job(config, plan, args.run_dir, environ, worker_module, args.resume, args.strict)
     return _launch(job, nodes)
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    """Config values from the command line; the rank map becomes one, so that every process has it."""
+    if args.rank_map is None:
+        return args.set
+    return [*args.set, f"parallel.rank_map={read_rank_map(args.rank_map)}"]
 
 
 def _launch(job: Job, nodes: Nodes) -> int:

@@ -1,0 +1,115 @@
+"""`ntp-plan`: what failures cost a cluster (`simulate`), and the best layout for one failure (`advise`).
+
+Exit codes: 0 done, 2 bad input. Whatever goes wrong is said in one line on stderr.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from ntp.config import load_config
+from ntp.errors import NtpError
+from ntp.planner.advice import Layout, advise
+from ntp.planner.assumptions import step_assumptions
+from ntp.planner.report import to_json
+from ntp.planner.simulation import pieces, run
+from ntp.planner.study import Step, load_step, load_study
+from ntp.topology import parse_failed
+from ntp_launcher.flags import LaunchError, OneLineParser
+from ntp_launcher.plan_plots import write_plots
+from ntp_launcher.plan_view import show_advice, show_assumptions, show_result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        _simulate(args) if args.command == "simulate" else _advise(args)
+    except NtpError as error:
+        sys.stderr.write(f"ntp-plan: {' '.join(str(error).split())}\n")
+        return error.exit_code
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    parser = OneLineParser(prog="ntp-plan", description="What failures cost, and which layout loses least.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
+    simulate = commands.add_parser("simulate", help="policies against failures of a cluster")
+    simulate.add_argument("study", metavar="CLUSTER.yaml", help="cluster, job, failures and policies")
+    simulate.add_argument("--json", metavar="FILE", help="write the result as JSON")
+    simulate.add_argument("--plots", metavar="DIR", help="write plots (needs matplotlib)")
+    advice = commands.add_parser("advise", help="the best layout for a set of failed GPUs")
+    advice.add_argument("config", metavar="CONFIG.yaml", help="the training configuration")
+    advice.add_argument(
+        "--failed", action="append", default=[], metavar="RANKS", help="as ntp-launch --failed"
+    )
+    advice.add_argument(
+        "--domain-size", type=_positive, metavar="N", help="consecutive ranks that share NVLink (default: tp)"
+    )
+    advice.add_argument("--step", metavar="FILE", help="YAML with the keys of a cluster file's step section")
+    advice.add_argument("--rank-map", metavar="FILE", help="write the rank map for ntp-launch --rank-map")
+    for command in (simulate, advice):
+        command.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the file"
+        )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text)):
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, found {text!r}")
+    return int(text)
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    study = load_study(args.study, args.set)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=pieces(study))
+        result = run(study, lambda: progress.advance(task))
+    show_result(result, Console())
+    if args.json:
+        _write(args.json, json.dumps(to_json(result)))
+    if args.plots:
+        for path in write_plots(result, args.plots):
+            sys.stdout.write(f"wrote {path}\n")
+
+
+def _advise(args: argparse.Namespace) -> None:
+    config = load_config(args.config, args.set)
+    parallel = config.parallel
+    failed = parse_failed(args.failed, parallel.dp, parallel.tp, parallel.standbys)
+    step = load_step(args.step) if args.step else Step()
+    advice = advise(config, failed, args.domain_size or parallel.tp, step)
+    console = Console()
+    show_assumptions(step_assumptions(step, advice.times, parallel.tp), console)
+    show_advice(advice, console)
+    if args.rank_map:
+        _write(args.rank_map, json.dumps(list(advice.best.rank_map)) + "\n")
+        sys.stdout.write(_command(args, advice.best))
+
+
+def _command(args: argparse.Namespace, best: Layout) -> str:
+    """How to launch the best layout."""
+    words = ["ntp-launch", args.config]
+    words += [word for failed in args.failed for word in ("--failed", failed)]
+    words += [word for override in args.set for word in ("--set", override)]
+    words += ["--set", f"parallel.min_degree={best.min_degree}", "--rank-map", args.rank_map]
+    return shlex.join(words) + "\n"
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"cannot write {path!r}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What `ntp-plan` shows: assumptions, tables over policies, and layouts."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ntp.planner.advice import Advice, Layout
+from ntp.planner.assumptions import assumptions
+from ntp.planner.report import damage_of, outcome_of, provisioned
+from ntp.planner.simulation import Estimate, Result, Sweep
+
+
+def show_result(result: Result, console: Console) -> None:
+    """Assumptions first, then every table."""
+    show_assumptions(assumptions(result.setting), console)
+    console.print(_cluster_table(result))
+    console.print(_policy_table(result))
+    if result.sweep:
+        console.print(_sweep_table(result.sweep))
+
+
+def show_assumptions(lines: Iterable[str], console: Console) -> None:
+    """One a line, none styled or cut."""
+    console.print(Text("assumptions", style="bold"))
+    for line in lines:
+        console.print(Text(f"  {line}"))
+
+
+def _percent(estimate: Estimate, digits: int = 2) -> str:
+    return f"{estimate.mean:.{digits}%} ± {estimate.half_width:.{digits}%}"
+
+
+def _cluster_table(result: Result) -> Table:
+    threshold = result.setting.study.simulation.threshold
+    table = Table("cluster", "mean over seeds", "lowest", "highest", title="damage (± 95 % over seeds)")
+    names = {
+        "failed": "GPUs down, mean over time",
+        "peak": "GPUs down, most",
+        "over_threshold": f"time with more than {threshold:g} of the GPUs down",
+        "undamaged": "groups of tp GPUs without damage, mean",
+        "least_undamaged": "groups of tp GPUs without damage, least",
+    }
+    for name, estimate in damage_of(result).items():
+        table.add_row(names[name], _percent(estimate), f"{estimate.low:.2%}", f"{estimate.high:.2%}")
+    return table
+
+
+def _policy_table(result: Result) -> Table:
+    searched = result.setting.study.simulation.max_spare_domains
+    table = Table("policy", title="throughput of the healthy job = 100 %")
+    for heading in ("throughput", "lowest", "time at full", "recovering", "per GPU with spares"):
+        table.add_column(heading, justify="right")
+    if searched:
+        table.add_column("spare domains for no loss", justify="right")
+    for policy in result.setting.study.policies:
+        found = outcome_of(result, policy.name)
+        cells = [
+            _percent(found["throughput"]),
+            f"{found['lowest'].low:.2%}",
+            f"{found['whole'].mean:.1%}",
+            f"{found['recovering'].mean:.2%}",
+            f"{provisioned(result, policy.name):.2%}",
+        ]
+        if searched:
+            cells.append(_spares(result.spares[policy.name], searched))
+        table.add_row(Text(policy.name), *cells)
+    return table
+
+
+def _spares(needed: list[int | None], searched: int) -> str:
+    """Mean and most over seeds."""
+    found = [each for each in needed if each is not None]
+    if len(found) < len(needed):
+        return f"over {searched}"
+    return f"{sum(found) / len(found):.1f}, at most {max(found)}"
+
+
+def _sweep_table(sweep: Sweep) -> Table:
+    """Mean loss over random sets, and the worst of the largest ones."""
+    table = Table("GPUs down", title="loss in random sets of failed GPUs, mean")
+    for fraction in sweep.fractions:
+        table.add_column(f"{fraction:.2%}", justify="right")
+    table.add_column("worst of the last", justify="right")
+    for name, loss in sweep.loss.items():
+        table.add_row(Text(name), *(f"{row.mean():.2%}" for row in loss), f"{loss[-1].max():.2%}")
+    return table
+
+
+def show_advice(advice: Advice, console: Console) -> None:
+    """The given layout beside the best one, then the best one's replicas."""
+    table = Table("layout", "how", "degrees", "min_degree", "microbatches", "step", title="advice")
+    for name, layout in (("given", advice.given), ("best", advice.best)):
+        table.add_row(
+            *([name, "cannot run", *[""] * 4] if layout is None else [name, *_layout_cells(layout)])
+        )
+    console.print(table)
+    replicas = Table("replica", "degree", "live ranks", "microbatches", title="best layout")
+    for replica in advice.best.plan.replicas:
+        members = " ".join(str(rank) for rank in replica.members)
+        replicas.add_row(str(replica.index), str(replica.degree), members, str(len(replica.microbatches)))
+    console.print(replicas)
+
+
+def _layout_cells(layout: Layout) -> list[str]:
+    replicas = layout.plan.replicas
+    return [
+        layout.name,
+        _counted([replica.degree for replica in replicas]),
+        str(layout.min_degree),
+        _counted([len(replica.microbatches) for replica in replicas]),
+        f"{layout.seconds:.4g} s",
+    ]
+
+
+def _counted(numbers: list[int]) -> str:
+    """`[4, 4, 3]` as `2 x 4, 1 x 3`."""
+    return ", ".join(f"{numbers.count(n)} x {n}" for n in sorted(set(numbers), reverse=True))
