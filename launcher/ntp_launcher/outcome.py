@@ -45,6 +45,17 @@ class Exit:
         return asdict(self)
 
 
+class ExitCode(IntEnum):
+    """How the launcher ends; 128 + n means that signal n stopped it."""
+
+    DONE = 0
+    FAILED = 1  # a worker's own error, or any death where losses are not survived
+    BAD_INPUT = 2
+    UNRECOVERABLE = 3  # what is left of the mesh cannot go on
+    NO_PROGRESS = 4  # one loss after another without a committed step
+    LOST_STORE = 5  # the control store is gone, or out of reach
+
+
 class Kind(IntEnum):
     """Kinds of exit, the likeliest cause first."""
 
