@@ -185,7 +185,7 @@ def test_losses_logits_and_gradients_have_the_same_bits_at_every_degree(family: 
     batch = make_batch(config)
     alone = run(config, units, batch, dtype=dtype)
     assert math.isfinite(alone.losses.sum())
-    for degree in (2, 3, 5):
+    for degree in (2, 3, 7):  # on 7 ranks two have no KV group
         cut = run(config, units, batch, degree, dtype)
         assert torch.equal(cut.losses, alone.losses)
         assert torch.equal(cut.logits, alone.logits)

@@ -8,17 +8,17 @@ Shapes: M tokens of one call, D hidden size, U local units, R rows of a unit, G 
 head size, B width of an FFN unit, V rows of a vocabulary unit.
 """
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor, dtype
-
-from .reference import gemm as reference
+import torch
+from torch import Tensor
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return y [M, U, R] = x [M, D] times w [U, R, D] transposed, plus bias [U, R]."""
-    return _kernels(x, "gemm").linear(x, w, bias)
+    return _kernels(w, "gemm").linear(x, w, bias)
 
 
 def linear_wgrad(dy: Tensor, x: Tensor, out: Tensor) -> None:
@@ -27,8 +27,8 @@ def linear_wgrad(dy: Tensor, x: Tensor, out: Tensor) -> None:
 
 
 def bias_grad(dy: Tensor, out: Tensor) -> None:
-    """Add the sum over tokens of dy [M, U, R] to out f32 [U, R]; the twin serves every device."""
-    reference.bias_grad(dy, out)
+    """Add the sum over tokens of dy [M, U, R] to out f32 [U, R]."""
+    _kernels(dy, "gemm").bias_grad(dy, out)
 
 
 def row_exponent(a: Tensor) -> Tensor:
@@ -48,12 +48,14 @@ def cut_matmul(
 
     The exponents are those of all units; `first_unit` is the global id of the first local unit.
     """
-    gemm = _kernels(a, "gemm")
-    return gemm.cut_matmul(a, w, row_exponent, column_exponent, total_units, first_unit=first_unit)
+    options = _cut_options(a.device) if a.numel() else {}
+    return _kernels(a, "gemm").cut_matmul(
+        a, w, row_exponent, column_exponent, total_units, first_unit, **options
+    )
 
 
 def finish(
-    total: Tensor, row_exponent: Tensor, column_exponent: Tensor, total_units: int, dtype: dtype
+    total: Tensor, row_exponent: Tensor, column_exponent: Tensor, total_units: int, dtype: torch.dtype
 ) -> Tensor:
     """Return [M, D] in `dtype` of the sum over ranks of `cut_matmul`."""
     return _kernels(total, "gemm").finish(total, row_exponent, column_exponent, total_units, dtype)
@@ -196,5 +198,14 @@ def square_sums(x: Tensor) -> Tensor:
 
 
 def _kernels(tensor: Tensor, name: str) -> Any:
-    """Return the module that computes on the device of `tensor`."""
-    return import_module(f"ntp_kernels.{name}" if tensor.is_cuda else f"ntp_kernels.reference.{name}")
+    """Return the module for the device of `tensor`; a call without units has no grid to launch."""
+    on_gpu = tensor.is_cuda and tensor.numel() > 0
+    return import_module(f"ntp_kernels.{name}" if on_gpu else f"ntp_kernels.reference.{name}")
+
+
+@cache
+def _cut_options(device: torch.device) -> dict[str, str]:
+    """Return which form of `cut_matmul` this device may use; the self-test takes well under a second."""
+    if device.type != "cuda":
+        return {}
+    return {"form": import_module("ntp_kernels.selftest").cut_form(device).form}

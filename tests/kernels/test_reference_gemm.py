@@ -8,7 +8,7 @@ from ntp_kernels import dispatch as kernels
 from ntp_kernels.reference.gemm import MIN_EXPONENT, POISON, grid_bits
 
 M, D, U, R = 24, 48, 5, 16
-CUTS = [(0, 1, 5), (0, 1, 2, 3, 4, 5), (0, 2, 5), (0, 3, 4, 5)]
+CUTS = [(0, 1, 1, 5), (0, 1, 2, 3, 4, 5), (0, 2, 5), (0, 3, 4, 5)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 SEQ_LEN, SEQUENCES, U, G, H, B = 12, 2, 5, 2, 16, 32
 M, EPS, D = SEQ_LEN * SEQUENCES, 1e-5, 48
-CUTS = [(0, 1, 5), (0, 2, 5), (0, 3, 4, 5)]
+CUTS = [(0, 1, 1, 5), (0, 2, 5), (0, 3, 4, 5)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 

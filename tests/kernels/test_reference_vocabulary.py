@@ -8,7 +8,7 @@ from ntp_kernels import dispatch as kernels
 from torch import Tensor
 
 M, U, V, D, VOCABULARY = 24, 5, 16, 32, 75
-CUTS = [(0, 5), (0, 1, 5), (0, 2, 5), (0, 4, 5), (0, 1, 2, 3, 4, 5)]
+CUTS = [(0, 5), (0, 1, 1, 5), (0, 2, 5), (0, 4, 5), (0, 1, 2, 3, 4, 5)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -12,8 +12,6 @@ NaN.
 
 import torch
 
-from .units import join_units
-
 GRID_BITS = 40
 """Sums of exponentials are integers in units of 2^-40: room for 2^23 vocabulary rows in an int64."""
 
@@ -33,9 +31,12 @@ def ce_statistics(
     tops = blocks.amax(2)
     tops.masked_fill_(tops.isnan(), torch.inf)
     blocks.sub_(tops.unsqueeze(2))
-    sums = torch.stack([block.exp_().sum(1) for block in blocks.unbind(0)])
+    sums = torch.empty_like(tops)
+    for unit, block in enumerate(blocks):
+        sums[unit] = block.exp_().sum(1)
     sums.masked_fill_(~tops.isfinite(), 0)
-    return tops.amax(0), torch.stack([tops, sums], 2).transpose(0, 1).contiguous()
+    nothing = tops.new_full((1, tops.shape[1]), -torch.inf)
+    return torch.cat([nothing, tops]).amax(0), torch.stack([tops, sums], 2).transpose(0, 1).contiguous()
 
 
 def ce_sums(
@@ -53,9 +54,13 @@ def ce_sums(
     row is not local (or the target is ignored), so that an integer SUM over ranks selects.
     """
     tops, parts = statistics.permute(2, 1, 0).contiguous().unbind(0)
-    scales = torch.stack([top.exp_() for top in (tops - row_max).unbind(0)])
+    scales = tops - row_max
+    for scale in scales:
+        scale.exp_()
     sums = (scales * parts).double().mul_(2.0**GRID_BITS).round_().to(torch.int64).sum(0)
     sums.masked_fill_(~row_max.isfinite(), 0)
+    if not logits.numel():
+        return sums, row_max.new_zeros(row_max.shape, dtype=torch.int32)
     column, owned = _target_columns(logits, targets, first_unit, vocab_size)
     picked = logits.flatten(1).gather(1, column.unsqueeze(1)).squeeze(1).float()
     return sums, picked.view(torch.int32).masked_fill(~owned, 0)
@@ -73,8 +78,12 @@ def ce_backward(
 
     Padded vocabulary columns and rows with an ignored target are exactly 0. `out` may be `logits` itself.
     """
+    if not logits.numel():
+        return torch.empty_like(logits) if out is None else out
     blocks = _blocks(logits, first_unit, vocab_size).sub_(lse.unsqueeze(1))
-    dlogits = join_units([block.exp_() for block in blocks.unbind(0)], torch.float32)
+    for block in blocks:
+        block.exp_()
+    dlogits = blocks.transpose(0, 1).contiguous()
     column, owned = _target_columns(logits, targets, first_unit, vocab_size)
     dlogits.flatten(1).scatter_add_(1, column.unsqueeze(1), owned.float().neg_().unsqueeze(1))
     dlogits.flatten(1)[:, max(vocab_size - first_unit * logits.shape[2], 0) :] = 0

@@ -10,6 +10,8 @@ import torch
 
 def embedding(ids: torch.Tensor, w: torch.Tensor, first_unit: int) -> torch.Tensor:
     """Return the rows [M, D] of w [U, V, D] for ids i64 [M]; +0.0 where the row is not in this shard."""
+    if not w.shape[0]:
+        return w.new_zeros(ids.shape[0], w.shape[2])
     row, owned = _local_rows(ids, w, first_unit)
     return w.flatten(0, 1)[row.masked_fill(~owned, 0)].masked_fill_(~owned.unsqueeze(1), 0)
 

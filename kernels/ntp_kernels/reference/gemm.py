@@ -18,7 +18,7 @@ travel in an integer, so it travels in the exponents: `POISON` turns the row (or
 
 import torch
 
-from .units import join_units, unit_blocks
+from .units import unit_blocks
 
 POISON = 1 << 20
 """Exponent of a row or column that holds a NaN or an infinity; larger than any other, so MAX keeps it."""
@@ -32,11 +32,13 @@ SLACK = 1.001
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return y [M, U, R] = x [M, D] times w [U, R, D] transposed, plus bias [U, R]: one GEMM per unit."""
+    if not w.shape[0]:
+        return x.new_empty(x.shape[0], 0, w.shape[1])
     x32 = x.float()
     blocks = [torch.mm(x32, unit.t()) for unit in w.float()]
     if bias is not None:
         blocks = [block.add_(row) for block, row in zip(blocks, bias.float(), strict=True)]
-    return join_units(blocks, x.dtype)
+    return torch.stack(blocks, 1).to(x.dtype)
 
 
 def linear_wgrad(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -54,14 +56,12 @@ def bias_grad(dy: torch.Tensor, out: torch.Tensor) -> None:
 
 def row_exponent(a: torch.Tensor) -> torch.Tensor:
     """Return i32 [M]: the smallest e with SLACK * |a_iu| < 2^e for every unit u of a [M, U, R]."""
-    norms = [block.double().square_().sum(1) for block in unit_blocks(a)]
-    return _exponent(torch.stack(norms).amax(0))
+    return _exponent([block.double().square_().sum(1) for block in unit_blocks(a)], a.new_zeros(a.shape[0]))
 
 
 def column_exponent(w: torch.Tensor) -> torch.Tensor:
     """Return i32 [D]: the smallest e with SLACK * |w_uj| < 2^e for every unit u of w [U, R, D]."""
-    norms = [unit.double().square_().sum(0) for unit in w]
-    return _exponent(torch.stack(norms).amax(0))
+    return _exponent([unit.double().square_().sum(0) for unit in w], w.new_zeros(w.shape[2]))
 
 
 def grid_bits(total_units: int) -> int:
@@ -105,9 +105,10 @@ def finish(
     return total.double().mul_(row_scale.unsqueeze(1)).mul_(column_scale).to(dtype)
 
 
-def _exponent(square_sums: torch.Tensor) -> torch.Tensor:
-    """Return the exponents i32 of norms, given as f64 sums of squares that have kept NaN and infinity."""
-    norms = square_sums.sqrt().mul_(SLACK).clamp_(min=2.0 ** (MIN_EXPONENT - 1))
+def _exponent(square_sums: list[torch.Tensor], zero: torch.Tensor) -> torch.Tensor:
+    """Return the exponents i32 [X] of the units' norms, given as f64 [X] sums of squares; `zero` is [X]."""
+    largest = torch.stack([zero.double(), *square_sums]).amax(0)  # keeps NaN
+    norms = largest.sqrt_().mul_(SLACK).clamp_(min=2.0 ** (MIN_EXPONENT - 1))
     exponent = torch.frexp(norms).exponent  # of zero it would be 0, hence the clamp
     return exponent.masked_fill_(~torch.isfinite(norms), POISON)
 

@@ -7,7 +7,7 @@ f32 [P, H/2], row p for position p.
 
 import torch
 
-from .units import join_units, unit_blocks
+from .units import map_units, unit_blocks
 
 
 def qk_norm_rope(
@@ -79,17 +79,18 @@ def _head_weights(q_weight: torch.Tensor, k_weight: torch.Tensor, heads: int) ->
 
 def _head_means(heads: torch.Tensor) -> torch.Tensor:
     """Return the mean over H of [M, U, heads, H], one call per unit, as [M, U, heads, 1]."""
-    return join_units([block.mean(-1, keepdim=True) for block in unit_blocks(heads)], torch.float32)
+    return map_units(lambda block: block.mean(-1, keepdim=True), heads)
 
 
 def _rstd(heads: torch.Tensor, eps: float) -> torch.Tensor:
-    blocks = [block.square().mean(-1).add_(eps).rsqrt_() for block in unit_blocks(heads)]
-    return join_units(blocks, torch.float32)
+    return map_units(lambda block: block.square().mean(-1).add_(eps).rsqrt_(), heads)
 
 
 def _weight_grads(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums over tokens of the query part (over heads too) and of the key part, f32 [U, H] each."""
-    blocks = unit_blocks(products)
-    queries = [block[:, :-1].contiguous().sum((0, 1)) for block in blocks]
-    keys = [block[:, -1].contiguous().sum(0) for block in blocks]
-    return torch.stack(queries), torch.stack(keys)
+    queries = products.new_empty(products.shape[1], products.shape[3])
+    keys = torch.empty_like(queries)
+    for unit, block in enumerate(unit_blocks(products)):
+        queries[unit] = block[:, :-1].contiguous().sum((0, 1))
+        keys[unit] = block[:, -1].contiguous().sum(0)
+    return queries, keys

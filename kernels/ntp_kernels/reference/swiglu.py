@@ -6,7 +6,7 @@ zero.
 
 import torch
 
-from .units import join_units, unit_blocks
+from .units import map_units
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -25,4 +25,4 @@ def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _sigmoid(gate: torch.Tensor) -> torch.Tensor:
-    return join_units([block.sigmoid() for block in unit_blocks(gate)], torch.float32)
+    return map_units(torch.sigmoid, gate)

@@ -1,6 +1,9 @@
-"""Cut a tensor into its units, each a contiguous float32 block of one fixed shape."""
+"""Cut a tensor into its units, each a contiguous float32 block of one fixed shape.
 
-from collections.abc import Sequence
+A call may have no units at all: a small model on many ranks leaves some of them without a KV group.
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,6 +16,9 @@ def unit_blocks(x: torch.Tensor) -> Sequence[torch.Tensor]:
     return x.float().transpose(0, 1).contiguous().unbind(0)
 
 
-def join_units(blocks: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return [M, U, ...] in `dtype` from U blocks [M, ...]: the inverse of `unit_blocks`."""
-    return torch.stack(list(blocks), 1).to(dtype)
+def map_units(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return f32 [M, U, ...]: `function` of every block [M, ...] of x [M, U, ...]."""
+    blocks = unit_blocks(x)
+    if not blocks:
+        return function(x.new_zeros(x.shape[0], *x.shape[2:]).float()).unsqueeze(1)[:, :0]
+    return torch.stack([function(block) for block in blocks], 1)
