@@ -26,40 +26,40 @@ import torch
 from . import gemm_plain
 from .cut_scale import (
     POISON,
-    as_scale,
+    RowScale,
+    as_columns,
+    as_rows,
     column_exponent,
     column_norms,
-    drift_allowance,
+    column_scale,
     finish,
-    norm_scale,
     row_exponent,
     row_norms,
+    row_scale,
     segment_units,
 )
 from .tuning import PLAIN, Tile, choose
 
 __all__ = [
     "POISON",
+    "RowScale",
     "column_exponent",
     "column_norms",
+    "column_scale",
     "cut_matmul",
     "finish",
-    "norm_scale",
     "row_exponent",
     "row_norms",
+    "row_scale",
 ]
 
 Form = Literal["chain", "leaf"]
 
-_CHAIN_UNITS = 1 << 22
-"""Integers a chain can hold on either side of its start."""
-
-
 def cut_matmul(
     a: torch.Tensor,
     w: torch.Tensor,
-    row_scale: torch.Tensor,
-    column_scale: torch.Tensor,
+    row: RowScale | torch.Tensor,
+    column: torch.Tensor,
     total_units: int,
     first_unit: int = 0,
     *,
@@ -68,14 +68,14 @@ def cut_matmul(
 ) -> torch.Tensor:
     """Return i32 [M, D], to be combined over ranks by SUM: the local share of a [M, U, R] times w [U, R, D].
 
-    bf16 operands, R and D multiples of 16. row_scale, column_scale: f32 [M] and [D] from `norm_scale`, or int32 from
+    bf16 operands, contiguous, R and D multiples of 16. row, column: from `row_scale` and `column_scale`, or int32 from
     `row_exponent` and `column_exponent`, over all `total_units` units; `first_unit`: global id of the first local one.
     Rows and columns whose scale is NaN or beyond float32 hold no meaning. `tile` overrides the tuned one.
     """
     m, units, rows = a.shape
-    assert w.shape[:2] == (units, rows) and rows % 16 == 0 and w.shape[2] % 16 == 0
-    assert first_unit + units <= total_units
-    scales = as_scale(row_scale), as_scale(column_scale)
+    assert w.shape[:2] == (units, rows)
+    assert rows % 16 == 0 and w.shape[2] % 16 == 0 and first_unit + units <= total_units
+    row, scales = as_rows(row), (as_rows(row).bound, as_columns(column))
     out = a.new_empty(m, w.shape[2], dtype=torch.int32)
     flat_a, flat_w = a.view(m, units * rows), w.view(units * rows, w.shape[2])
     if form == "leaf":
@@ -85,12 +85,11 @@ def cut_matmul(
     pieces = _pieces(units, rows, first_unit)
     origin = _correction(first_unit * rows) - _correction((first_unit + units) * rows)
     tile = tile or _tile(out, units * rows)
-    if tile.kernel == "plain" or (pieces[2] > 1 and _depth(pieces[0], pieces[1]) % tile.depth != 0):
+    if tile.kernel == "plain" or (pieces[2] > 1 and _depth(*pieces[:2]) % tile.depth != 0):
         plain = replace(PLAIN, depth=_depth(*pieces[:2]))
         gemm_plain.cut(flat_a, flat_w, out, plain, gemm_plain.CHAIN, scales, pieces, origin)
-        return out
-    limit = _limit(drift_allowance(total_units, rows))
-    _chain(flat_a, flat_w, out, tile, scales, pieces, origin, limit)
+    else:
+        _chain(flat_a, flat_w, out, tile, scales, pieces, origin, row.allowance)
     return out
 
 
@@ -102,9 +101,9 @@ def _chain(
     scales: tuple[torch.Tensor, torch.Tensor],
     pieces: tuple[int, int, int],
     origin: int,
-    limit: int,
+    allowance: torch.Tensor,
 ) -> None:
-    """One chain per element over all pieces, then the repair of rows that strayed beyond `limit`."""
+    """One chain per element over all pieces, then the repair of rows that strayed beyond their allowance."""
     from . import gemm_hopper  # imports Gluon, which only the card it is for needs
 
     m, n = out.shape
@@ -114,8 +113,7 @@ def _chain(
         origin=0x400000 + origin, worst=worst,
     )  # fmt: skip
     if worst is not None:
-        record = (worst, tile.columns, limit)
-        gemm_plain.cut(a, w, out, PLAIN, gemm_plain.CHAIN, scales, pieces, origin, record)
+        gemm_plain.repair(a, w, out, PLAIN, scales, pieces, origin, worst, tile.columns, allowance)
 
 
 def _pieces(units: int, rows: int, first_unit: int) -> tuple[int, int, int]:
@@ -133,11 +131,6 @@ def _depth(*lengths: int) -> int:
 def _correction(k: int) -> int:
     """What the floor has lost on average over the first k products of a row."""
     return 3 * k // 128
-
-
-def _limit(allowance: float) -> int:
-    """Integers that a chain may stray at a segment's end, so that the next segment cannot carry it out."""
-    return int(_CHAIN_UNITS * allowance / (1 + allowance))
 
 
 def _tile(out: torch.Tensor, k: int) -> Tile:

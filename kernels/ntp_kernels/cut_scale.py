@@ -3,8 +3,8 @@
 Legend: M tokens, D hidden size, U local units, R rows per unit.
 
 Statistics are per unit, so that they depend on no cut: `row_norms` f32 [U, M] and `column_norms` f32 [U, D]. The caller
-gathers them over ranks along the first dimension, in unit order; `norm_scale` then sums squares over the units of a
-segment in one fixed tree and takes the largest segment. Gathering costs 4 M U bytes in all, 3 % of the integers that
+gathers them over ranks along the first dimension, in unit order; `row_scale` and `column_scale` then sum squares over
+the units of a segment in one fixed tree and take the largest segment. Gathering costs 4 M U bytes in all, 3 % of the integers that
 follow for a Llama-3-8B FFN. The coarser `row_exponent` and `column_exponent` are int32 [M] and [D] and combine by MAX;
 they bound a segment by its largest unit, which costs accuracy where one unit holds an outlier.
 
@@ -12,14 +12,16 @@ Everything keeps NaN and infinity: a row or column that holds one has the norm N
 float32 is infinite and finishes as infinity, a zero norm as exact zeros.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 SEGMENT = 2048
 """Longest segment of the contraction, unless a unit is longer. Part of the numerics: it sets the grid."""
-LONG_CONTRACTION = 32768
-"""Beyond it a chain may drift further before it is redone, see `drift_allowance`. Part of the numerics."""
+DRIFT = 5.0
+"""Standard deviations that a chain may drift from its start before it is redone. Part of the numerics."""
 SLACK = 1.0006
 """On either norm: covers their rounding, that of their product and the floor of 128 steps."""
 POISON = 1 << 20
@@ -33,14 +35,17 @@ def segment_units(unit_rows: int) -> int:
     return max(1, SEGMENT // unit_rows)
 
 
-def drift_allowance(total_units: int, unit_rows: int) -> float:
-    """How far a chain may stray from its start at a segment's end, as a share of a segment's bound.
+class RowScale(NamedTuple):
+    """Scale of the rows of `a`: bound f32 [M], and the part of it that is room for drift.
 
-    0 for one segment, 1/2 or 1 for more: a random walk of K steps strays by about 5 sqrt(K) of the bound SEGMENT.
+    allowance f32 [M]: a chain may stray from its start by `allowance` times a segment's bound where a segment ends.
+    A sum of K products drifts like a random walk, by DRIFT |a_i| |b_j| / sqrt(K); in units of the largest segment
+    that is at most DRIFT |a_i| / (max_s |a_is| sqrt(L)), L the length of a segment: 0.3 for a Gaussian row of 14336,
+    0.1 where one segment holds an outlier, 0 for a single segment.
     """
-    if total_units <= segment_units(unit_rows):
-        return 0.0
-    return 0.5 if total_units * unit_rows <= LONG_CONTRACTION else 1.0
+
+    bound: torch.Tensor
+    allowance: torch.Tensor
 
 
 def row_norms(a: torch.Tensor) -> torch.Tensor:
@@ -69,21 +74,33 @@ def column_norms(w: torch.Tensor) -> torch.Tensor:
     return norms
 
 
-def norm_scale(norms: torch.Tensor, unit_rows: int) -> torch.Tensor:
-    """Return the scale f32 [X] of rows or columns from their norms f32 [total units, X].
+def row_scale(norms: torch.Tensor, unit_rows: int) -> RowScale:
+    """Return the scale of the rows from their norms f32 [total units, M] over all units.
 
-    A row's scale times a column's bounds every partial sum inside a segment, and leaves `drift_allowance`.
+    A row's bound times a column's bounds every partial sum inside a segment, and leaves the allowance.
     """
+    bound, allowance = norms.new_empty(norms.shape[1]), norms.new_empty(norms.shape[1])
+    _scale(norms, unit_rows, bound, allowance)
+    return RowScale(bound, allowance)
+
+
+def column_scale(norms: torch.Tensor, unit_rows: int) -> torch.Tensor:
+    """Return the scale f32 [D] of the columns from their norms f32 [total units, D] over all units."""
+    bound = norms.new_empty(norms.shape[1])
+    _scale(norms, unit_rows, bound, None)
+    return bound
+
+
+def _scale(norms: torch.Tensor, unit_rows: int, bound: torch.Tensor, allowance: torch.Tensor | None) -> None:
     total_units, x = norms.shape
     per_segment = segment_units(unit_rows)
-    factor = SLACK * (1 + drift_allowance(total_units, unit_rows)) ** 0.5
-    scale = norms.new_empty(x)
+    drift = DRIFT / (per_segment * unit_rows) ** 0.5 if total_units > per_segment else 0.0
     padded = triton.next_power_of_2(per_segment)
     columns = max(16, 2048 // padded)
-    _norm_scale_kernel[(triton.cdiv(x, columns),)](
-        norms, scale, x, total_units, factor, PER_SEGMENT=per_segment, PADDED=padded, COLUMNS=columns
-    )
-    return scale
+    _scale_kernel[(triton.cdiv(x, columns),)](
+        norms, bound, bound if allowance is None else allowance, x, total_units, SLACK, drift,
+        PER_SEGMENT=per_segment, PADDED=padded, COLUMNS=columns, DRIFTS=allowance is not None,
+    )  # fmt: skip
 
 
 def row_exponent(a: torch.Tensor) -> torch.Tensor:
@@ -96,7 +113,15 @@ def column_exponent(w: torch.Tensor) -> torch.Tensor:
     return _exponent(column_norms(w), w.shape[1])
 
 
-def as_scale(value: torch.Tensor) -> torch.Tensor:
+def as_rows(value: RowScale | torch.Tensor) -> RowScale:
+    """Return a row scale, or that of int32 exponents, whose factor leaves an allowance of 1."""
+    if isinstance(value, RowScale):
+        return value
+    bound = as_columns(value)
+    return RowScale(bound, torch.ones_like(bound))
+
+
+def as_columns(value: torch.Tensor) -> torch.Tensor:
     """Return the f32 scale of either a scale or an int32 exponent: 2^e, NaN for POISON, 0 for a zero row."""
     if value.dtype == torch.float32:
         return value
@@ -107,7 +132,7 @@ def as_scale(value: torch.Tensor) -> torch.Tensor:
 
 def finish(
     total: torch.Tensor,
-    row_scale: torch.Tensor,
+    row_scale: RowScale | torch.Tensor,
     column_scale: torch.Tensor,
     total_units: int,
     dtype: torch.dtype,
@@ -120,12 +145,13 @@ def finish(
     m, d = total.shape
     out = torch.empty_like(total, dtype=dtype)
     grid = (triton.cdiv(m, 4), triton.cdiv(d, 1024))
-    _finish_kernel[grid](total, as_scale(row_scale), as_scale(column_scale), out, m, d, ROWS=4, COLUMNS=1024)
+    rows, columns = as_rows(row_scale).bound, as_columns(column_scale)
+    _finish_kernel[grid](total, rows, columns, out, m, d, ROWS=4, COLUMNS=1024)
     return out
 
 
 def _exponent(norms: torch.Tensor, unit_rows: int) -> torch.Tensor:
-    """The smallest e with factor * norm < 2^e over all units; the factor stands for any number of segments."""
+    """The smallest e with factor * norm < 2^e over all units; the factor covers a segment and an allowance of 1."""
     factor = SLACK * (2 * segment_units(unit_rows)) ** 0.5
     largest = torch.amax(norms, 0)  # keeps NaN
     exponent = torch.frexp(largest * factor).exponent.to(torch.int32).clamp_(min=MIN_EXPONENT + 1)
@@ -194,26 +220,44 @@ def _column_norms_kernel(
     tl.store(norms_ptr + unit.to(tl.int64) * D + columns, norm, mask=columns < D)
 
 
-@triton.jit(do_not_specialize=["X", "total_units", "factor"])
-def _norm_scale_kernel(
-    norms_ptr, scale_ptr, X, total_units, factor, PER_SEGMENT: tl.constexpr, PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+@triton.jit
+def _segment(norms_ptr, first, columns, X, total_units, PER_SEGMENT: tl.constexpr, PADDED: tl.constexpr):
+    """Norms of one segment [PADDED, COLUMNS] -> its norm [COLUMNS] and whether one of them is NaN."""
+    members = tl.arange(0, PADDED)[:, None]
+    inside = (members < PER_SEGMENT) & (first + members < total_units) & (columns[None, :] < X)
+    offsets = (first + members).to(tl.int64) * X + columns[None, :]
+    norms = tl.load(norms_ptr + offsets, mask=inside, other=0.0)
+    field = tl.minimum(tl.maximum(tl.max(norms.to(tl.int32, bitcast=True), 0) >> 23, 1), 253)
+    scaled = norms * _inverse(field)[None, :]
+    return _scaled_norm(tl.sum(scaled * scaled, 0), field), tl.max((norms != norms).to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["X", "total_units", "slack", "drift"])
+def _scale_kernel(
+    norms_ptr, bound_ptr, allowance_ptr, X, total_units, slack, drift,
+    PER_SEGMENT: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, DRIFTS: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    members = tl.arange(0, PADDED)
-    result = tl.zeros((COLUMNS,), tl.float32)
+    largest = tl.zeros((COLUMNS,), tl.float32)
     poison = tl.zeros((COLUMNS,), tl.int32)
     for first in range(0, total_units, PER_SEGMENT):
-        units = first + members[:, None]
-        inside = (members[:, None] < PER_SEGMENT) & (units < total_units) & (columns[None, :] < X)
-        norms = tl.load(norms_ptr + units.to(tl.int64) * X + columns[None, :], mask=inside, other=0.0)
-        poison = tl.maximum(poison, tl.max((norms != norms).to(tl.int32), 0))
-        field = tl.max(norms.to(tl.int32, bitcast=True), 0) >> 23
-        field = tl.minimum(tl.maximum(field, 1), 253)
-        scaled = norms * _inverse(field)[None, :]
-        result = tl.maximum(result, _scaled_norm(tl.sum(scaled * scaled, 0), field))
-    result = tl.where(poison > 0, float("nan"), result * factor)
-    tl.store(scale_ptr + columns, result, mask=columns < X)
+        norm, bad = _segment(norms_ptr, first, columns, X, total_units, PER_SEGMENT, PADDED)
+        largest = tl.maximum(largest, norm)
+        poison = tl.maximum(poison, bad)
+    bound = largest * slack
+    if DRIFTS:
+        field = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+        squares = tl.zeros((COLUMNS,), tl.float32)
+        for first in range(0, total_units, PER_SEGMENT):
+            norm, _ = _segment(norms_ptr, first, columns, X, total_units, PER_SEGMENT, PADDED)
+            share = norm * _inverse(field)
+            squares += share * share
+        allowance = tl.div_rn(tl.sqrt_rn(squares), tl.maximum(largest * _inverse(field), 1e-30)) * drift
+        allowance = tl.minimum(allowance, 1.0)
+        allowance = tl.where(allowance == allowance, allowance, 1.0)
+        tl.store(allowance_ptr + columns, allowance, mask=columns < X)
+        bound *= 1.0 + allowance
+    tl.store(bound_ptr + columns, tl.where(poison > 0, float("nan"), bound), mask=columns < X)
 
 
 @triton.jit(do_not_specialize=["M"])

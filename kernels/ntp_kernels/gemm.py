@@ -9,6 +9,8 @@ one chain of k16 steps in ascending k, never on M, U, the tile or the card's siz
 Left out: float32 operands (the CPU twins have them), shapes whose D or R is no multiple of 16.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -16,28 +18,32 @@ import triton.language as tl
 from . import gemm_plain
 from .cut import (
     POISON,
+    RowScale,
     column_exponent,
     column_norms,
+    column_scale,
     cut_matmul,
     finish,
-    norm_scale,
     row_exponent,
     row_norms,
+    row_scale,
 )
 from .tuning import PLAIN, Op, Tile, choose
 
 __all__ = [
     "POISON",
+    "RowScale",
     "bias_grad",
     "column_exponent",
     "column_norms",
+    "column_scale",
     "cut_matmul",
     "finish",
     "linear",
     "linear_wgrad",
-    "norm_scale",
     "row_exponent",
     "row_norms",
+    "row_scale",
 ]
 
 
@@ -65,6 +71,7 @@ def linear(
     else:
         from .gemm_hopper import multiply  # imports Gluon, which only the card it is for needs
 
+        tile = tile if out_dtype == torch.bfloat16 else replace(tile, split=2 * tile.split)
         multiply(x, flat, out, tile, "store", a_transposed=False, b_transposed=True)
     return out.view(m, units, rows)
 

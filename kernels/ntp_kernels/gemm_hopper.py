@@ -1,8 +1,9 @@
 """The GEMM for Hopper: one warp-specialised kernel, three epilogues.
 
 A program keeps one producer warp and two consumer warpgroups. The producer feeds a ring of shared-memory stages by TMA
-and runs ahead over tile borders; each consumer multiplies half of the tile's rows with `wgmma` and writes it out while
-the other one may still multiply, so that an epilogue costs the tensor cores little.
+and runs ahead over tile borders; the consumers multiply with `wgmma` and write out. In `hopper` tiles each consumer has half
+of the rows and the two epilogues overlap with little else; in `pingpong` tiles, half as large, the consumers take turns,
+so that one's epilogue hides behind the other's products, at the price of more traffic from L2.
 
 Invariant: every output element is one chain of k16 steps in ascending k, started from a value that depends on the
 element alone. Tile, stages and grid therefore move no bits (`tests/kernels/test_gemm_gpu.py`), and the plain kernels in
@@ -33,7 +34,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .tuning import Tile
 
-WARPGROUPS = 2
 _REGISTERS = 168
 """Per thread at launch: 12 warps of them fill the register file; the warpgroups then trade them."""
 _CONSUMER_REGISTERS = 240
@@ -93,28 +93,28 @@ def _chain_integer(accumulator, origin):
 @gluon.jit
 def _produce(
     a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
-    A_T: gl.constexpr, B_T: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
+    A_T: gl.constexpr, B_T: gl.constexpr, SHARERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring, tile after tile. A stage holds one block of `a` per consumer and one block of `b` for both."""
-    tiles_m = gl.cdiv(M, 2 * ROWS)
+    """Fill the ring, tile after tile. A stage holds a block of `a` for each sharer of the tile and one of `b`."""
+    tiles_m = gl.cdiv(M, SHARERS * ROWS)
     tiles_n = gl.cdiv(N, COLUMNS)
     step = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
-        m = tile_m * 2 * ROWS
+        m = tile_m * SHARERS * ROWS
         n = tile_n * COLUMNS
         for k in range(0, K, DEPTH):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             full = ready.index(stage)
-            mbarrier.expect(full, a_desc.block_type.nbytes * 2 + b_desc.block_type.nbytes)
-            if A_T:
-                tma.async_copy_global_to_shared(a_desc, [k, m], full, a_ring.index(2 * stage))
-                tma.async_copy_global_to_shared(a_desc, [k, m + ROWS], full, a_ring.index(2 * stage + 1))
-            else:
-                tma.async_copy_global_to_shared(a_desc, [m, k], full, a_ring.index(2 * stage))
-                tma.async_copy_global_to_shared(a_desc, [m + ROWS, k], full, a_ring.index(2 * stage + 1))
+            mbarrier.expect(full, a_desc.block_type.nbytes * SHARERS + b_desc.block_type.nbytes)
+            for half in gl.static_range(SHARERS):
+                if A_T:
+                    a_at = [k, m + half * ROWS]
+                else:
+                    a_at = [m + half * ROWS, k]
+                tma.async_copy_global_to_shared(a_desc, a_at, full, a_ring.index(SHARERS * stage + half))
             if B_T:
                 tma.async_copy_global_to_shared(b_desc, [n, k], full, b_ring.index(stage))
             else:
@@ -125,14 +125,18 @@ def _produce(
 @gluon.jit
 def _multiply(
     accumulator, step, begin, end, a_ring, b_ring, ready, empty,
-    HALF: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    HALF: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, SHARERS: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the chains over k in [begin, end). One product is in flight; the stage before it is given back."""
     first = step
     for _ in range(begin, end, DEPTH):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        a = a_ring.index(2 * stage + HALF)
+        if SHARERS == 2:
+            a = a_ring.index(2 * stage + HALF)
+        else:
+            a = a_ring.index(stage)
         b = b_ring.index(stage)
         if A_T:
             a = a.permute((1, 0))
@@ -160,23 +164,33 @@ def _send(c_desc, buffers, chunk, m, n, SLOT: gl.constexpr, BUFFERS: gl.constexp
 def _consume(
     HALF: gl.constexpr, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty,
     M, N, K, first, length, pieces, origin,
-    A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    BUFFERS: gl.constexpr,
+    A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SHARERS: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply and write rows [HALF * ROWS, HALF * ROWS + ROWS) of every tile of this program."""
+    """Multiply and write this consumer's part: half the rows of every tile (SHARERS 2), or every other tile (1)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
     width: gl.constexpr = COLUMNS // SPLIT
-    tiles_m = gl.cdiv(M, 2 * ROWS)
+    tiles_m = gl.cdiv(M, SHARERS * ROWS)
     tiles_n = gl.cdiv(N, COLUMNS)
-    step = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    if SHARERS == 2:
+        start = gl.program_id(0)
+        stride = gl.num_programs(0)
+        row_offset = HALF * ROWS
+        others = 0
+        step = 0
+    else:
+        start = gl.program_id(0) + HALF * gl.num_programs(0)
+        stride = 2 * gl.num_programs(0)
+        row_offset = 0
+        others = gl.cdiv(K, DEPTH)
+        step = HALF * others
+    for tile in range(start, tiles_m * tiles_n, stride):
         tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
-        m = tile_m * 2 * ROWS + HALF * ROWS
+        m = tile_m * SHARERS * ROWS + row_offset
         n = tile_n * COLUMNS
-        begin = 0
         if EPILOGUE == "chain":
             accumulator = _chain_start(row_ptr, column_ptr, m, n, M, N, ROWS, COLUMNS, layout)
         else:
@@ -184,22 +198,26 @@ def _consume(
         if PIECES:
             worst = gl.zeros((ROWS,), gl.int32, gl.SliceLayout(1, layout))
             for piece in range(pieces - 1):
+                begin = max(first + (piece - 1) * length, 0)
                 end = first + piece * length
                 accumulator, step = _multiply(
-                    accumulator, step, begin, end, a_ring, b_ring, ready, empty, HALF, A_T, B_T, DEPTH, STAGES
+                    accumulator, step, begin, end, a_ring, b_ring, ready, empty, HALF, A_T, B_T, SHARERS, DEPTH, STAGES
                 )
-                begin = end
                 drift = _chain_integer(accumulator, 0x400000)
                 worst = gl.maximum(worst, gl.max(gl.maximum(drift, -drift), 1))
+            begin = max(first + (pieces - 2) * length, 0)
             rows = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
             gl.store(worst_ptr + tile_n * M + rows, worst, mask=rows < M)
+        else:
+            begin = 0
         if EPILOGUE == "add":
             like = _chunks(accumulator, SPLIT)[0]
             pointers, inside = _window(c_ptr, like, m, n, M, N)
             current = gl.load(pointers, mask=inside, other=0.0)
         accumulator, step = _multiply(
-            accumulator, step, begin, K, a_ring, b_ring, ready, empty, HALF, A_T, B_T, DEPTH, STAGES
+            accumulator, step, begin, K, a_ring, b_ring, ready, empty, HALF, A_T, B_T, SHARERS, DEPTH, STAGES
         )
+        step += others
         if EPILOGUE == "chain":
             chunks = _chunks(_chain_integer(accumulator, origin), SPLIT)
         else:
@@ -219,33 +237,33 @@ def _consume(
 @gluon.jit(do_not_specialize=["M", "K", "first", "length", "pieces", "origin"])
 def _kernel(
     a_desc, b_desc, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, M, N, K, first, length, pieces, origin,
-    A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SHARERS: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr, BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    a_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES] + a_desc.block_type.shape, a_desc.layout)
+    a_ring = gl.allocate_shared_memory(gl.bfloat16, [SHARERS * STAGES] + a_desc.block_type.shape, a_desc.layout)
     b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     buffers = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS] + c_desc.block_type.shape, c_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=SHARERS)
     gl.warp_specialize(
         [
             (_consume, (
                 0, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty,
                 M, N, K, first, length, pieces, origin,
-                A_T, B_T, EPILOGUE, PIECES, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
+                A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
             )),
             (_consume, (
                 1, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty,
                 M, N, K, first, length, pieces, origin,
-                A_T, B_T, EPILOGUE, PIECES, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
+                A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
             )),
             (_produce, (
                 a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
-                A_T, B_T, ROWS, COLUMNS, DEPTH, GROUP, STAGES,
+                A_T, B_T, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES,
             )),
         ],
         [4, 1],
@@ -265,14 +283,19 @@ def _descriptor(matrix: torch.Tensor, block: tuple[int, int]) -> TensorDescripto
 def _constants(tile: Tile, a_t: bool, b_t: bool, epilogue: str, pieces: bool) -> tuple[object, ...]:
     """The constexpr arguments of `_kernel`, in its order."""
     return (
-        a_t, b_t, epilogue, pieces, tile.rows // WARPGROUPS, tile.columns, tile.depth, tile.group, tile.stages,
+        a_t, b_t, epilogue, pieces, _sharers(tile), tile.rows // _sharers(tile), tile.columns, tile.depth, tile.group, tile.stages,
         tile.split, _BUFFERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
+def _sharers(tile: Tile) -> int:
+    """Consumers that work on one tile."""
+    return 1 if tile.kernel == "pingpong" else 2
+
+
 def _blocks(tile: Tile, a_t: bool, b_t: bool) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """TMA boxes of a, b and the output."""
-    rows = tile.rows // WARPGROUPS
+    rows = tile.rows // _sharers(tile)
     a = (tile.depth, rows) if a_t else (rows, tile.depth)
     b = (tile.columns, tile.depth) if b_t else (tile.depth, tile.columns)
     return a, b, (rows, tile.columns // tile.split)
@@ -324,7 +347,7 @@ def multiply(
     k = a.shape[0] if a_transposed else a.shape[1]
     assert n % 16 == 0
     blocks = _blocks(tile, a_transposed, b_transposed)
-    row, column = scales or (out, out)
+    row, column = (_aligned(scale) for scale in scales or (out, out))
     several = pieces[2] > 1
     kernel = _compiled(tile, a_transposed, b_transposed, epilogue, several, out.dtype, out.device)
     programs = min(-(-m // tile.rows) * -(-n // tile.columns), _multiprocessors(out.device))
@@ -333,6 +356,11 @@ def multiply(
         out, out if worst is None else worst, row, column, m, n, k, *pieces, origin,
         *_constants(tile, a_transposed, b_transposed, epilogue, several),
     )  # fmt: skip
+
+
+def _aligned(vector: torch.Tensor) -> torch.Tensor:
+    """The vector at an address that the compiled kernel may assume."""
+    return vector if vector.data_ptr() % 16 == 0 else vector.clone()
 
 
 @lru_cache(maxsize=8)

@@ -96,51 +96,79 @@ def _power(exponent_field):
     return (exponent_field << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["M", "N", "K", "first", "length", "pieces", "origin", "limit"])
-def _cut_kernel(
-    a_desc, b_desc, c_desc, row_ptr, column_ptr, worst_ptr, M, N, K, first, length, pieces, origin, limit,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    WORST_COLUMNS: tl.constexpr, FORM: tl.constexpr, INTERPRETED: tl.constexpr,
+@triton.jit
+def _cut_block(
+    a_desc, b_desc, c_desc, row_ptr, column_ptr, m, n, M, N, K, first, length, pieces, origin,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, FORM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """c i32 [M, N] = integers of a [M, K] b [K, N], piece by piece of K: [0, first), then `length` each.
+    """The integers of the block at (m, n), piece by piece of K: [0, first), then `length` each.
 
-    FORM CHAIN: every piece is a chain started at 1.5 * 2^E. FORM LEAF: every piece is a plain fp32 sum, rounded to the
-    same grid. With WORST_COLUMNS only tiles with a row whose `worst` exceeds `limit` are computed.
+    FORM 0, chains: every piece starts at 1.5 * 2^E. FORM 1, leaves: every piece is a plain fp32 sum, rounded to the
+    same grid. A piece's start is computed, not carried: Triton 3.6 loses a carried lower bound of an inner loop.
     """
+    rows = m + tl.arange(0, ROWS)
+    columns = n + tl.arange(0, COLUMNS)
+    row = tl.load(row_ptr + rows, mask=rows < M, other=0.0)
+    column = tl.load(column_ptr + columns, mask=columns < N, other=0.0)
+    field = (row[:, None] * column[None, :]).to(tl.int32, bitcast=True) & 0x7F800000
+    total = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for piece in range(pieces):
+        begin = max(first + (piece - 1) * length, 0)
+        end = min(first + piece * length, K)
+        if FORM == 0:
+            accumulator = (field + 0x01400000).to(tl.float32, bitcast=True)
+        else:
+            accumulator = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in tl.range(begin, end, DEPTH):
+            accumulator = _dot(a_desc.load([m, k]), b_desc.load([k, n]), accumulator, INTERPRETED)
+        if FORM == 0:
+            total += (accumulator.to(tl.int32, bitcast=True) & 0x7FFFFF) - 0x400000
+        else:
+            # 2^(23 - E) in two steps, since it may exceed what one float32 holds; E = field - 125.
+            total += _nearest(accumulator * _power(252 - tl.minimum(field >> 23, 251)) * 8388608.0)
+    _store(c_desc, m, n, total - origin, COLUMNS, SPLIT, False)
+
+
+@triton.jit(do_not_specialize=["M", "N", "K", "first", "length", "pieces", "origin"])
+def _cut_kernel(
+    a_desc, b_desc, c_desc, row_ptr, column_ptr, M, N, K, first, length, pieces, origin,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
+    FORM: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """c i32 [M, N] = integers of a [M, K] b [K, N]."""
     tiles_m = tl.cdiv(M, ROWS)
     tiles_n = tl.cdiv(N, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
-        m = tile_m * ROWS
-        n = tile_n * COLUMNS
-        rows = m + tl.arange(0, ROWS)
-        columns = n + tl.arange(0, COLUMNS)
-        wanted = True
-        if WORST_COLUMNS > 0:
-            worst = tl.load(worst_ptr + (n // WORST_COLUMNS) * M + rows, mask=rows < M, other=0)
-            wanted = tl.max(worst, 0) > limit
-        if wanted:
-            row = tl.load(row_ptr + rows, mask=rows < M, other=0.0)
-            column = tl.load(column_ptr + columns, mask=columns < N, other=0.0)
-            field = (row[:, None] * column[None, :]).to(tl.int32, bitcast=True) & 0x7F800000
-            total = tl.zeros((ROWS, COLUMNS), tl.int32)
-            begin = 0
-            for piece in range(pieces):
-                end = min(first + piece * length, K)
-                if FORM == 0:
-                    accumulator = (field + 0x01400000).to(tl.float32, bitcast=True)
-                else:
-                    accumulator = tl.zeros((ROWS, COLUMNS), tl.float32)
-                for k in tl.range(begin, end, DEPTH):
-                    accumulator = _dot(a_desc.load([m, k]), b_desc.load([k, n]), accumulator, INTERPRETED)
-                if FORM == 0:
-                    total += (accumulator.to(tl.int32, bitcast=True) & 0x7FFFFF) - 0x400000
-                else:
-                    # 2^(23 - E) in two steps, since it may exceed what one float32 holds; E = field - 125.
-                    scaled = accumulator * _power(252 - tl.minimum(field >> 23, 251)) * 8388608.0
-                    total += _nearest(scaled)
-                begin = end
-            _store(c_desc, m, n, total - origin, COLUMNS, SPLIT, False)
+        _cut_block(
+            a_desc, b_desc, c_desc, row_ptr, column_ptr, tile_m * ROWS, tile_n * COLUMNS, M, N, K, first, length,
+            pieces, origin, ROWS, COLUMNS, DEPTH, SPLIT, FORM, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "N", "K", "first", "length", "pieces", "origin"])
+def _repair_kernel(
+    a_desc, b_desc, c_desc, row_ptr, column_ptr, worst_ptr, allowance_ptr,
+    M, N, K, first, length, pieces, origin,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+    WORST_COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Redo with fresh chains the blocks where a row strayed beyond its allowance. Nearly always there is none."""
+    m = tl.program_id(0) * ROWS
+    rows = m + tl.arange(0, ROWS)
+    allowance = tl.load(allowance_ptr + rows, mask=rows < M, other=1.0)
+    limit = (4194304.0 * (allowance / (1.0 + allowance))).to(tl.int32) - 1
+    for worst_tile in range(tl.program_id(1), tl.cdiv(N, WORST_COLUMNS), tl.num_programs(1)):
+        worst = tl.load(worst_ptr + worst_tile * M + rows, mask=rows < M, other=0)
+        if tl.max(worst - limit, 0) > 0:
+            for part in range(WORST_COLUMNS // COLUMNS):
+                n = worst_tile * WORST_COLUMNS + part * COLUMNS
+                if n < N:
+                    _cut_block(
+                        a_desc, b_desc, c_desc, row_ptr, column_ptr, m, n, M, N, K, first, length,
+                        pieces, origin, ROWS, COLUMNS, DEPTH, SPLIT, 0, INTERPRETED,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -187,21 +215,50 @@ def cut(
     scales: tuple[torch.Tensor, torch.Tensor],
     pieces: tuple[int, int, int],
     origin: int = 0,
-    worst: tuple[torch.Tensor, int, int] | None = None,
 ) -> None:
     """out i32 [M, N] = integers of a [M, K] b [K, N], less `origin`.
 
     pieces: end of the first piece, length of the others, their number; the lengths are multiples of `tile.depth`.
-    worst: the record of `gemm_hopper.multiply`, its tile columns and the largest integer that needs no repair.
     """
     (m, n), k = out.shape, a.shape[1]
-    record, record_columns, limit = worst or (out, 0, 0)
     _cut_kernel[_grid(out, tile)](
-        _descriptor(a, tile.rows, tile.depth), _descriptor(b, tile.depth, tile.columns),
-        _descriptor(out, tile.rows, tile.columns // tile.split), *scales, record, m, n, k, *pieces, origin, limit,
-        tile.rows, tile.columns, tile.depth, tile.group, tile.split, record_columns, form, interpreted(),
+        *_cut_descriptors(a, b, out, tile), *scales, m, n, k, *pieces, origin,
+        tile.rows, tile.columns, tile.depth, tile.group, tile.split, form, interpreted(),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def repair(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    tile: Tile,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    pieces: tuple[int, int, int],
+    origin: int,
+    worst: torch.Tensor,
+    worst_columns: int,
+    allowance: torch.Tensor,
+) -> None:
+    """As `cut` with chains, for the blocks that need it: `worst` i32 [N / worst_columns, M] is the record of
+    `gemm_hopper.multiply`, allowance f32 [M] the share of a segment's bound that a row may stray.
+    """
+    (m, n), k = out.shape, a.shape[1]
+    _repair_kernel[(triton.cdiv(m, tile.rows), 4)](
+        *_cut_descriptors(a, b, out, tile), *scales, worst, allowance, m, n, k, *pieces, origin,
+        tile.rows, tile.columns, tile.depth, tile.split, worst_columns, interpreted(),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _cut_descriptors(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tile: Tile
+) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+    return (
+        _descriptor(a, tile.rows, tile.depth),
+        _descriptor(b, tile.depth, tile.columns),
+        _descriptor(out, tile.rows, tile.columns // tile.split),
+    )
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int32: tl.int32}

@@ -39,9 +39,9 @@ def cut_form(device: torch.device) -> Verdict:
     a = pattern((_ROWS, _UNITS, _UNIT_ROWS), device, seed=1)
     w = pattern((_UNITS, _UNIT_ROWS, _COLUMNS), device, seed=2)
     a[:, 3, 5] *= 200  # one outlier channel: groups of very different size
-    row = cut_scale.norm_scale(cut_scale.row_norms(a), _UNIT_ROWS)
-    column = cut_scale.norm_scale(cut_scale.column_norms(w), _UNIT_ROWS)
-    expected = _model_integers(a, w, row, column)
+    row = cut_scale.row_scale(cut_scale.row_norms(a), _UNIT_ROWS)
+    column = cut_scale.column_scale(cut_scale.column_norms(w), _UNIT_ROWS)
+    expected = _model_integers(a, w, row.bound, column)
     for cuts in _CUTS:
         total = sum(
             cut_matmul(a[:, i:j].contiguous(), w[i:j], row, column, _UNITS, i).cpu().numpy()

@@ -5,7 +5,7 @@ entry). `python -m ntp_kernels.tuning_search` times the candidates on the GPU at
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -21,11 +21,11 @@ TABLE = Path(__file__).with_name("tuning.json")
 class Tile:
     """How a GEMM is cut up: `rows` x `columns` of the output per program, `depth` of k per step.
 
-    kernel: `hopper` (warp-specialised Gluon) or `plain` (Triton's pipeliner). stages: steps in flight. split: pieces
+    kernel: `hopper` or `pingpong` (warp-specialised Gluon, see `gemm_hopper.py`) or `plain` (Triton's pipeliner). stages: steps in flight. split: pieces
     in which a tile is written. group: tile rows that run side by side. warps, flatten: of `plain` only.
     """
 
-    kernel: Literal["hopper", "plain"]
+    kernel: Literal["hopper", "pingpong", "plain"]
     rows: int
     columns: int
     depth: int = 64
@@ -42,16 +42,19 @@ PLAIN = Tile("plain", 128, 128, 64, stages=3, split=2, warps=8)
 _WIDE = Tile("hopper", 128, 256, split=8)
 _TALL = Tile("hopper", 256, 128, split=8)
 _SMALL = Tile("hopper", 128, 128, stages=6, split=4)
+_TURNS = Tile("pingpong", 128, 128, stages=6, split=8)
+_TURNS_WIDER = replace(_TURNS, group=16)
 CANDIDATES: dict[Op, tuple[Tile, ...]] = {
     "linear": (
         Tile("hopper", 128, 256),
         Tile("hopper", 256, 128),
         Tile("hopper", 128, 128, stages=6, split=2),
+        Tile("pingpong", 128, 128, stages=6),
+        Tile("pingpong", 128, 128, stages=6, group=16),
         Tile("plain", 128, 256, split=2, flatten=True),
-        Tile("plain", 128, 128, stages=5, split=2, flatten=True),
     ),
-    "wgrad": (_WIDE, _TALL, _SMALL, Tile("plain", 128, 256, stages=3, flatten=True)),
-    "cut": (_WIDE, _TALL, _SMALL),
+    "wgrad": (_WIDE, _TALL, _SMALL, _TURNS, _TURNS_WIDER, Tile("plain", 128, 256, stages=3, flatten=True)),
+    "cut": (_WIDE, _TALL, _SMALL, _TURNS, _TURNS_WIDER),
 }
 
 

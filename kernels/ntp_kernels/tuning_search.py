@@ -25,7 +25,8 @@ def _calls(weight: Weight) -> Iterator[tuple[Op, Shape, Callable[[Tile], object]
     a = torch.randn(TOKENS, weight.units, weight.rows, device="cuda").bfloat16()
     w = (torch.randn(weight.units, weight.rows, weight.hidden, device="cuda") * 0.02).bfloat16()
     out = torch.zeros(w.shape, device="cuda")
-    row, column = (gemm.norm_scale(norms, weight.rows) for norms in (gemm.row_norms(a), gemm.column_norms(w)))
+    row = gemm.row_scale(gemm.row_norms(a), weight.rows)
+    column = gemm.column_scale(gemm.column_norms(w), weight.rows)
     yield "linear", (TOKENS, weight.size, weight.hidden), lambda tile: gemm.linear(x, w, tile=tile)
     yield "wgrad", (weight.size, weight.hidden, TOKENS), lambda tile: gemm.linear_wgrad(a, x, out, tile=tile)
     yield (

@@ -24,17 +24,17 @@ def exact(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.einsum("mur,urd->md", a.double(), w.double())
 
 
-def scales(a: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scales(a: torch.Tensor, w: torch.Tensor) -> tuple[gemm.RowScale, torch.Tensor]:
     rows = a.shape[2]
     return (
-        cut_scale.norm_scale(cut_scale.row_norms(a), rows),
-        cut_scale.norm_scale(cut_scale.column_norms(w), rows),
+        cut_scale.row_scale(cut_scale.row_norms(a), rows),
+        cut_scale.column_scale(cut_scale.column_norms(w), rows),
     )
 
 
-def grid_exponent(row_scale: torch.Tensor, column_scale: torch.Tensor) -> torch.Tensor:
+def grid_exponent(row_scale: gemm.RowScale, column_scale: torch.Tensor) -> torch.Tensor:
     """E of every element, from the scales."""
-    bound = row_scale[:, None] * column_scale[None, :]
+    bound = row_scale.bound[:, None] * column_scale[None, :]
     return torch.frexp(bound).exponent + 1
 
 
@@ -132,9 +132,12 @@ def test_scale_is_the_largest_segment(draw, monkeypatch: pytest.MonkeyPatch) -> 
     a[:, 4] *= 30
     squares = a.double().square().sum(2)
     largest = torch.stack([squares[:, i : i + 3].sum(1) for i in (0, 3, 6)]).amax(0).sqrt()
-    scale = cut_scale.norm_scale(cut_scale.row_norms(a), 16).double()
-    assert (scale > largest * 1.5**0.5).all()
-    assert (scale < largest * 1.5**0.5 * 1.001).all()
+    bound, allowance = cut_scale.row_scale(cut_scale.row_norms(a), 16)
+    drift = cut_scale.DRIFT * squares.sum(1).sqrt() / (largest * 48**0.5)
+    assert torch.allclose(allowance.double(), drift.clamp(max=1), rtol=1e-5)
+    assert torch.allclose(bound.double(), largest * cut_scale.SLACK * (1 + allowance.double()), rtol=1e-5)
+    column = cut_scale.column_scale(cut_scale.row_norms(a), 16)
+    assert torch.allclose(column.double(), largest * cut_scale.SLACK, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -175,10 +178,10 @@ def test_the_repair_touches_only_rows_that_strayed(integers, device: torch.devic
     row_scale, column_scale = scales(a.view(64, 4, 16), w.view(4, 16, 48))
     out = torch.full((64, 48), 77, dtype=torch.int32, device=device)
     worst = torch.zeros(2, 64, dtype=torch.int32, device=device)
-    worst[1, 40] = 101
-    gemm_plain.cut(
-        a, w, out, SMALL, gemm_plain.CHAIN, (row_scale, column_scale), (32, 32, 2), 0, (worst, 32, 100)
-    )
+    worst[0, 3], worst[1, 40] = 418, 420
+    allowance = torch.full((64,), 1e-4, device=device)  # of 2^22: 419
+    pair = (row_scale.bound, column_scale)
+    gemm_plain.repair(a, w, out, SMALL, pair, (32, 32, 2), 0, worst, 32, allowance)
     assert (out[:32] == 77).all() and (out[32:, :32] == 77).all()
     expected = torch.ldexp(a.double() @ w.double(), 23 - grid_exponent(row_scale, column_scale))
     assert torch.equal(out[32:, 32:].double(), expected[32:, 32:])
@@ -186,6 +189,3 @@ def test_the_repair_touches_only_rows_that_strayed(integers, device: torch.devic
 
 def test_a_segment_is_whole_units() -> None:
     assert [cut_scale.segment_units(rows) for rows in (16, 128, 768, 1280, 4352)] == [128, 16, 2, 1, 1]
-    assert cut_scale.drift_allowance(16, 128) == 0
-    assert cut_scale.drift_allowance(17, 128) == 0.5
-    assert cut_scale.drift_allowance(1002, 128) == 1

@@ -26,11 +26,11 @@ def tiles(op: tuning.Op, *candidates: tuning.Tile) -> list[tuning.Tile]:
     return list(dict.fromkeys([*tuned, *tuning.CANDIDATES[op], tuning.PLAIN]))
 
 
-def scales(a: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scales(a: torch.Tensor, w: torch.Tensor) -> tuple[gemm.RowScale, torch.Tensor]:
     rows = a.shape[2]
     return (
-        cut_scale.norm_scale(cut_scale.row_norms(a), rows),
-        cut_scale.norm_scale(cut_scale.column_norms(w), rows),
+        cut_scale.row_scale(cut_scale.row_norms(a), rows),
+        cut_scale.column_scale(cut_scale.column_norms(w), rows),
     )
 
 
@@ -43,8 +43,8 @@ def exact(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return a.flatten(1).double() @ w.flatten(0, 1).double()
 
 
-def model_start(row: torch.Tensor, column: torch.Tensor) -> np.ndarray:
-    bound = (row[:, None] * column[None, :]).cpu().numpy()
+def model_start(row: gemm.RowScale, column: torch.Tensor) -> np.ndarray:
+    bound = (row.bound[:, None] * column[None, :]).cpu().numpy()
     return integer_model.chain_start(np.frexp(bound)[1] + 1)
 
 
@@ -92,7 +92,7 @@ def test_cut_integers_are_the_same_with_every_tile_and_slice(draw) -> None:
         for tile in tiles("cut"):
             assert torch.equal(gemm.cut_matmul(a, w, row, column, units, tile=tile), expected), tile
         for begin, end in sum(SLICES, []):
-            part, scale = a[begin:end].contiguous(), row[begin:end].contiguous()
+            part, scale = a[begin:end].contiguous(), gemm.RowScale(*(x[begin:end] for x in row))
             assert torch.equal(gemm.cut_matmul(part, w, scale, column, units), expected[begin:end])
 
 

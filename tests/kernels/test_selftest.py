@@ -29,7 +29,7 @@ def test_a_device_that_adds_as_the_model_passes(
 ) -> None:
     def as_the_model(a, w, row, column, total_units, first_unit):
         begin, end = 16 * first_unit, 16 * (first_unit + a.shape[1])
-        bound = (row[:, None] * column[None, :]).cpu().numpy()
+        bound = (row.bound[:, None] * column[None, :]).cpu().numpy()
         start = integer_model.chain_start(np.frexp(bound)[1] + 1)
         flat_a = a.float().cpu().numpy().reshape(a.shape[0], -1)
         flat_w = w.float().cpu().numpy().reshape(-1, w.shape[2])
