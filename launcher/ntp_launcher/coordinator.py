@@ -9,6 +9,8 @@ Events may come in any order, twice, late, or in the middle of a recovery. What 
 - Somebody joins only at a step boundary, and only once a step has been committed in the current generation:
   members on their way into it would otherwise wait for a boundary that the dead cannot reach.
 - Once the run is complete, no death matters.
+- Where losses are not to be survived (`elastic.enabled: false`), the first one ends the job, after a moment in
+  which the others' ends come in, so that the cause can be told from its consequences.
 
 What an event means for one rank is in the `_on_` functions, what follows for the job in `_conclude`.
 """
@@ -39,10 +41,11 @@ from ntp_launcher.events import (
     WorkerHung,
     WorkerReady,
 )
-from ntp_launcher.outcome import Exit, ExitCode, Kind, describe, first_cause, kind_of
+from ntp_launcher.outcome import Exit, ExitCode, Kind, describe, explain, first_cause, kind_of
 
 KILL_S = 10.0  # a killed process is gone within milliseconds, or waits inside a driver for ever
 FINISH_S = 20.0  # for processes to end after the run is complete
+SETTLE_S = 1.0  # consequences of a failure arrive within tens of milliseconds
 _LONGEST_PAUSE = 6  # doublings
 
 
@@ -96,7 +99,9 @@ class State:
         settled: the newest generation in which a step has been committed.
         fruitless: losses answered since the last committed step.
         exits: members lost since then.
+        notes: causes of those losses that say more than an exit does.
         finished_at: when the run was complete.
+        judged_at: when a job that does not survive losses is to end.
     """
 
     generation: Generation
@@ -105,7 +110,9 @@ class State:
     settled: int = -1
     fruitless: int = 0
     exits: tuple[Exit, ...] = ()
+    notes: tuple[str, ...] = ()
     finished_at: float | None = None
+    judged_at: float | None = None
     ended: bool = False
 
     def members(self) -> list[int]:
@@ -186,7 +193,7 @@ def _apply(turn: _Turn, event: Event) -> None:
             _on_heal(turn, ranks)
         case StepCommitted(_, generation):
             settled = max(turn.state.settled, min(generation, turn.state.generation.generation))
-            turn.state = replace(turn.state, settled=settled, fruitless=0, exits=())
+            turn.state = replace(turn.state, settled=settled, fruitless=0, exits=(), notes=())
         case Finished():
             if turn.state.finished_at is None:
                 turn.state = replace(turn.state, finished_at=turn.now)
@@ -287,6 +294,11 @@ def _conclude(turn: _Turn) -> None:
         running = any(seen.status in RUNNING for seen in turn.ranks.values())
         if not running or turn.now >= turn.state.finished_at + FINISH_S:
             _end(turn, ExitCode.DONE, "")
+        return
+    exits, notes = (*turn.state.exits, *turn.lost), (*turn.state.notes, *turn.notes)
+    turn.state = replace(turn.state, exits=exits, notes=notes)
+    if not turn.rules.config.elastic.enabled:
+        _judge(turn)
     elif turn.lost:
         _go_on_without_the_lost(turn)
     elif turn.is_settled():
@@ -294,16 +306,24 @@ def _conclude(turn: _Turn) -> None:
         _bring_back(turn)
 
 
+def _judge(turn: _Turn) -> None:
+    """Ends a job that does not survive losses, as soon as the picture is whole."""
+    state = turn.state
+    if state.exits and state.judged_at is None:
+        turn.state = state = replace(state, judged_at=turn.now + SETTLE_S)
+    if state.judged_at is not None and (turn.now >= state.judged_at or not _present(turn)):
+        _end(turn, ExitCode.FAILED, explain(state.exits, state.notes) or describe(state.exits[0]))
+
+
 def _go_on_without_the_lost(turn: _Turn) -> None:
-    exits = (*turn.state.exits, *turn.lost)
-    turn.state = replace(turn.state, fruitless=turn.state.fruitless + 1, exits=exits)
+    turn.state = replace(turn.state, fruitless=turn.state.fruitless + 1)
     cause = _cause(turn)
     failed = _absent(turn)
     most = turn.rules.config.elastic.max_recoveries_without_progress
     try:
         make_plan(turn.rules.config, failed)
     except PlanError as error:
-        _end(turn, *_verdict(exits, cause, str(error), bool(turn.notes)))
+        _end(turn, *_verdict(turn.state, cause, str(error)))
         return
     if turn.state.fruitless > most:
         _end(turn, ExitCode.NO_PROGRESS, f"{most} recoveries without a committed step; then {cause}")
@@ -318,10 +338,10 @@ def _cause(turn: _Turn) -> str:
     return f"{cause} ({len(turn.lost)} ranks lost)" if more else cause
 
 
-def _verdict(exits: Sequence[Exit], cause: str, error: str, told: bool) -> tuple[ExitCode, str]:
+def _verdict(state: State, cause: str, error: str) -> tuple[ExitCode, str]:
     """Why no rank is left: because of the program itself, or because of what happened to it."""
-    first = first_cause(exits) or exits[0]
-    if not told and kind_of(first) in (Kind.ERROR, Kind.EARLY_SUCCESS):
+    first = first_cause(state.exits) or state.exits[0]
+    if not state.notes and kind_of(first) in (Kind.ERROR, Kind.EARLY_SUCCESS):
         return ExitCode.FAILED, describe(first)
     return ExitCode.UNRECOVERABLE, f"{cause}; {error}"
 
@@ -346,6 +366,10 @@ def _bring_back(turn: _Turn) -> None:
             else:
                 turn.ranks[rank] = replace(seen, status=Status.PROBING)
                 turn.actions.append(Probe(rank, seen.incarnation))
+
+
+def _present(turn: _Turn) -> list[int]:
+    return [rank for rank, seen in turn.ranks.items() if seen.status is Status.MEMBER]
 
 
 def _absent(turn: _Turn) -> list[int]:

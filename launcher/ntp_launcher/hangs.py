@@ -54,13 +54,13 @@ class Sight:
 
 
 def culprits(sights: Iterable[Sight], limits: ElasticConfig) -> list[Sight]:
-    """The workers to kill now: none, all that are stopped for too long, or the one that holds up the others."""
+    """Those to kill now: stopped or starting for too long, or the one that holds up the others."""
     busy = [sight for sight in sights if sight.phase is not Phase.WAITING or sight.stopped]
     late = [sight for sight in busy if sight.silent_s > limit(sight, limits)]
-    stopped = [sight for sight in late if sight.stopped]
-    if stopped or not late:
-        return stopped
-    last = min(sight.place for sight in busy)
+    alone = [sight for sight in late if sight.stopped or sight.phase is Phase.STARTUP]
+    if alone or not late:
+        return alone
+    last = min(sight.place for sight in busy if sight.phase is not Phase.STARTUP)
     behind = [sight for sight in late if sight.place == last]
     return [_odd_one_out(behind)] if behind else []
 
