@@ -32,6 +32,7 @@ MESHES = [
     ({"dp": 2, "tp": 4, "policy": "uniform"}, (3,)),
     ({"dp": 2, "tp": 4, "standbys": 2}, (3, 5)),
     ({"dp": 2, "tp": 4, "overlap_exchange": False}, (3,)),
+    ({"dp": 2, "tp": 4, "standbys": 1, "rank_map": (8, 5, 2, 7, 0, 3, 6, 1, 4)}, (3, 5, 6)),
 ]
 ODD_MESHES = [({"dp": 1, "tp": tp}, ()) for tp in (2, 3)] + [
     ({"dp": 2, "tp": 3}, (1,)),

@@ -97,8 +97,8 @@ BAD_STUDIES = [
     ({"job": job(pp=8)}, ["cluster.gpus", "pp 8"]),
     ({"job": job(dp=1, pp=8)}, ["job.pp", "8 stages for 4 layers"]),
     (
-        {"job": job(dp=1, tp=32, pp=1), "cluster": {"gpus": 32, "domain_size": 32}},
-        ["job.batch", "16 kv units"],
+        {"job": job(dp=1, tp=128, pp=1), "cluster": {"gpus": 128, "domain_size": 128}},
+        ["job.tp", "64 units"],
     ),
     ({"job": job(min_degree=5)}, ["job.min_degree", "5"]),
     ({"job": job(batch={"seq_len": 1, "global_batch": 3})}, ["job.batch.global_batch", "3"]),
@@ -156,7 +156,7 @@ def test_a_bad_command_exits_with_2_and_one_line(argv, tmp_path, capsys):
 
 
 def test_advice_is_a_rank_map_that_the_launcher_takes(tmp_path, capsys):
-    options = ["--set", "parallel.dp=4", "--set", "train.global_batch=28"]
+    options = ["--set", "parallel.dp=4", "--set", "train.global_batch=7"]
     argv = ["advise", TINY, *options, "--failed", "3,5", "--domain-size", "8", "--rank-map", "map.json"]
     (tmp_path / "step.yaml").write_text("times: proportional\n")
     assert main([*argv, "--step", "step.yaml"]) == 0

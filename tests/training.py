@@ -43,6 +43,6 @@ def train(config: Config, datasets: Datasets, failed: tuple[int, ...] = (), step
         return Run(results, trainer.hashes(), trainer.usage())
 
     runs = simulate(body, plan)
-    first = runs[plan.workers[0]]
+    first = runs[plan.reporter]
     assert all(run.steps == first.steps for run in runs.values())
     return first

@@ -7,7 +7,8 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -70,15 +71,26 @@ def _positive(text: str) -> int:
 
 def _simulate(args: argparse.Namespace) -> None:
     study = load_study(args.study, args.set)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=pieces(study))
-        result = run(study, lambda: progress.advance(task))
+    with _progress(pieces(study)) as advance:
+        result = run(study, advance)
     show_result(result, Console())
     if args.json:
         _write(args.json, json.dumps(to_json(result)))
     if args.plots:
         for path in write_plots(result, args.plots):
             sys.stdout.write(f"wrote {path}\n")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on a terminal, else nothing; yields what moves it."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("simulating", total=total)
+        yield lambda: progress.advance(task)
 
 
 def _advise(args: argparse.Namespace) -> None:

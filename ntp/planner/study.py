@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ntp import yaml_text
 from ntp.config import (
@@ -269,8 +269,10 @@ def _check(study: Study, source: str) -> None:
         refuse(("job", "min_degree"), f"{job.min_degree} exceeds tp {tp}")
     try:
         plan = make_plan(study.training_config())
-    except (PlanError, ValueError) as error:
-        refuse(("job", "batch"), " ".join(str(error).split()))
+    except PlanError as error:
+        refuse(("job", "tp"), str(error))
+    except ValidationError as error:
+        refuse(("job", "batch"), str(error.errors()[0]["msg"]))
     if plan.groups < job.dp or (job.batch_rule == "shrink" and plan.groups % job.dp):
         refuse(("job", "batch", "global_batch"), f"{plan.groups} gradient groups for dp {job.dp} replicas")
     for index, kind in enumerate(study.failures.kinds):
