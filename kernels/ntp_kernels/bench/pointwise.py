@@ -54,48 +54,50 @@ def _norm() -> list[_Case]:
     cases: list[_Case] = []
     for hidden in (4096, 8192):
         x, dy, weight = _draw(_TOKENS, hidden), _draw(_TOKENS, hidden), _draw(hidden)
-        rstd = rms_norm(x, weight, 1e-5)[1]
+        residual, rstd = _draw(_TOKENS, hidden), rms_norm(x, weight, 1e-5)[1]
         shape = f"[{_TOKENS}, {hidden}]"
         cases += [
             ("rms_norm", shape, 2 * _bytes(x), lambda x=x, w=weight: rms_norm(x, w, 1e-5)),
-            ("add_rms_norm", shape, 4 * _bytes(x), lambda x=x, r=dy, w=weight: add_rms_norm(x, r, w, 1e-5)),
+            (
+                "add_rms_norm", shape, 4 * _bytes(x),
+                lambda x=x, r=residual, w=weight: add_rms_norm(x, r, w, 1e-5),
+            ),
             (
                 "rms_norm_backward", shape, 3 * _bytes(x),
                 lambda dy=dy, x=x, w=weight, s=rstd: rms_norm_backward(dy, x, w, s),
             ),
             (
                 "same + residual", shape, 4 * _bytes(x),
-                lambda dy=dy, x=x, w=weight, s=rstd: rms_norm_backward(dy, x, w, s, dy),
+                lambda g=dy, x=x, w=weight, s=rstd, r=residual: rms_norm_backward(g, x, w, s, r),
             ),
         ]  # fmt: skip
     return cases
 
 
 def _rope() -> list[_Case]:
-    units, group, size = 2, 4, 128
+    return [case for units in (2, 8) for weight in (None, _draw(128)) for case in _rotation(units, weight)]
+
+
+def _rotation(units: int, weight: torch.Tensor | None) -> list[_Case]:
+    group, size = 4, 128
     qkv = _draw(_TOKENS, units, group + 2, size)
     positions = torch.arange(_TOKENS, device="cuda", dtype=torch.int32)
     angle = positions[:, None] / 5e5 ** (torch.arange(0, size, 2, device="cuda") / size)
     cos, sin = angle.cos(), angle.sin()
-    cases: list[_Case] = []
-    for name, weight in (("rope", None), ("qk_norm_rope", _draw(size))):
-        q, k, v, rstd = qk_norm_rope(qkv, positions, cos, sin, weight, weight, 1e-6)
-        # Without a norm the backward does not need qkv itself.
-        reads = 1 if weight is None else 2
-        cases += [
-            (
-                name, f"[{_TOKENS}, {units}, {group + 2}, {size}]", 2 * _bytes(qkv) + _bytes(cos, sin),
-                lambda w=weight: qk_norm_rope(qkv, positions, cos, sin, w, w, 1e-6),
-            ),
-            (
-                f"{name}_backward", f"[{_TOKENS}, {units}, {group + 2}, {size}]",
-                (reads + 1) * _bytes(qkv) + _bytes(cos, sin),
-                lambda w=weight, dq=q, dk=k, dv=v, s=rstd: qk_norm_rope_backward(
-                    dq, dk, dv, qkv, positions, cos, sin, w, w, s
-                ),
-            ),
-        ]  # fmt: skip
-    return cases
+    q, k, v, rstd = qk_norm_rope(qkv, positions, cos, sin, weight, weight, 1e-6)
+    name, shape = "rope" if weight is None else "qk_norm_rope", f"[{_TOKENS}, {units}, {group + 2}, {size}]"
+    # Without a norm the backward does not need qkv itself.
+    moved = (2 if weight is None else 3) * _bytes(qkv) + _bytes(cos, sin)
+    return [
+        (
+            name, shape, 2 * _bytes(qkv) + _bytes(cos, sin),
+            lambda: qk_norm_rope(qkv, positions, cos, sin, weight, weight, 1e-6),
+        ),
+        (
+            f"{name}_backward", shape, moved,
+            lambda: qk_norm_rope_backward(q, k, v, qkv, positions, cos, sin, weight, weight, rstd),
+        ),
+    ]  # fmt: skip
 
 
 def _swiglu() -> list[_Case]:
