@@ -112,6 +112,11 @@ class ParamAndGradBuffer:
                 pending, stop = [], start
         return tuple(found)
 
+    @property
+    def gradients(self) -> Tensor:
+        """The flat gradient tensor of the group under way."""
+        return self._stack[-1]
+
     def begin_group(self) -> Tensor:
         """Push a zeroed flat gradient tensor for the next group and return it."""
         flat = self._free.pop().zero_() if self._free else self._new_gradients()

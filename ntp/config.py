@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 from ntp import yaml_text
 from ntp.elastic_config import ElasticConfig, below
 from ntp.errors import ConfigError
+from ntp.faults import Fault
 from ntp.section import Count, Fraction, MultipleOf16, Positive, PositiveFloat, Ratio, Section
 
 
@@ -262,6 +263,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     elastic: ElasticConfig = ElasticConfig()
     log: LogConfig = LogConfig()
+    faults: tuple[Fault, ...] = ()  # for tests and rehearsals, see `ntp.faults`
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

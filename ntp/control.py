@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from torch import Tensor
+
 from ntp.collectives import MembershipChangedError
-from ntp.protocol import GENERATION, Beat, Generation, Phase, arrived_key, beat_key
+from ntp.protocol import FINISHED, GENERATION, Beat, Generation, Phase, arrived_key, beat_key
 
 _POLL_S = 0.02
 
@@ -44,12 +46,24 @@ class Control:
         self._beats = 0
         self._newest: Generation | None = None
         self._current = -1
-        threading.Thread(target=self._watch, name="control", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
+        self._thread.start()
 
     def enter(self, phase: Phase, step: int) -> None:
         """Tell what this worker is doing from now on."""
         self._beats += 1
         self._store.set(beat_key(self._rank), Beat(self._current, step, phase, self._beats).to_json())
+
+    def microbatch(self, step: int, gradients: Tensor) -> None:
+        """A microbatch is a sign of life of its own."""
+        del gradients
+        self.enter(Phase.STEP, step)
+
+    def close(self) -> None:
+        """Stop watching; a thread that lives on at the end of the process would end it badly."""
+        self._closed.set()
+        self._thread.join()
 
     def wants_switch(self) -> bool:
         """Whether a newer generation is to begin after the step under way."""
@@ -62,8 +76,10 @@ class Control:
         if newest is not None and newest.generation > self._current and not newest.at_boundary:
             raise MembershipChangedError(f"generation {newest.generation}: {newest.cause}")
 
-    def next_generation(self, has_worked: bool, timeout_s: float | None = None) -> Generation:
+    def next_generation(self, has_worked: bool, timeout_s: float | None = None) -> Generation | None:
         """The newest generation, as soon as it is newer than the current one and has this rank in it.
+
+        None once the job is finished.
 
         Args:
             has_worked: this process has held state; a generation that excludes it does not want it any more.
@@ -83,6 +99,8 @@ class Control:
                     return newest
                 if has_worked:
                     raise FencedError(f"generation {newest.generation} goes on without rank {self._rank}")
+            if self._store.check([FINISHED]):
+                return None
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"no generation after {self._current} within {timeout_s} s")
             time.sleep(_POLL_S / 4)
@@ -109,7 +127,6 @@ class Control:
         return self._store.check([key])
 
     def _watch(self) -> None:
-        while True:
+        while not self._closed.wait(_POLL_S):
             if self._watched.check([GENERATION]):
                 self._newest = Generation.from_json(self._watched.get(GENERATION))
-            time.sleep(_POLL_S)

@@ -67,8 +67,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        tensors = (self.inputs, self.targets, self.documents, self.positions)
-        return Batch(*(tensor.to(device) for tensor in tensors), self.target_tokens)
+        inputs, targets = self.inputs.to(device), self.targets.to(device)
+        return Batch(
+            inputs, targets, self.documents.to(device), self.positions.to(device), self.target_tokens
+        )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ model. Whatever a model has that the trainer does not compute is refused by name
 """
 
 import json
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -175,11 +176,18 @@ def check_model(folder: Path, model: ModelConfig) -> None:
     theirs = model_settings(folder)
     ours = model.model_dump(mode="json")
     for key, value in theirs.items():
-        if ours[key] != value:
+        if not _same(ours[key], value):
             raise HuggingFaceError(
                 f"model.{key} is {json.dumps(ours[key])} in the config and {json.dumps(value)} in "
                 f"{str(folder / CONFIG)!r}; set it to that"
             )
+
+
+def _same(ours: object, theirs: object) -> bool:
+    """Equality; of floats in float32, which is what both sides compute with."""
+    if isinstance(ours, float) and isinstance(theirs, (int, float)):
+        return struct.pack("f", ours) == struct.pack("f", theirs)
+    return ours == theirs
 
 
 def model_settings(folder: Path) -> dict[str, Any]:

@@ -133,6 +133,7 @@ def _cut_product(a: Tensor, weight: Weight, group: Group) -> Tensor:
     """Return [M, D] = a [M, U, R] times weight [U, R, D] over the units of all ranks, in the dtype of `a`."""
     rows, columns, units = kernels.row_exponent(a), weight.exponent, weight.total_units
     group.all_reduce(rows, "max")
+    weight.count_product(a.shape[0])
     total = kernels.cut_matmul(a, weight.data, rows, columns, units, weight.first_unit)
     group.all_reduce(total)
     return kernels.finish(total, rows, columns, units, a.dtype)
@@ -145,6 +146,7 @@ class _ColumnLinear(Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.group, ctx.bias, ctx.last_use = weight, group, bias, last_use
+        weight.count_product(x.shape[0])
         return kernels.linear(x, weight.data, bias.data if bias is not None else None)
 
     @staticmethod
@@ -152,6 +154,7 @@ class _ColumnLinear(Function):
         (x,), dy = ctx.saved_tensors, grads[0].contiguous()
         dx = _cut_product(dy, ctx.weight, ctx.group)
         kernels.linear_wgrad(dy, x, ctx.weight.grad)
+        ctx.weight.count_product(x.shape[0])
         if ctx.last_use:
             ctx.weight.announce_grad()
         if ctx.bias is not None:
@@ -172,6 +175,7 @@ class _RowLinear(Function):
         (a,), dy = ctx.saved_tensors, grads[0].contiguous()
         da = kernels.linear(dy, ctx.weight.data)
         kernels.linear_wgrad(a, dy, ctx.weight.grad)
+        ctx.weight.count_product(2 * dy.shape[0])
         ctx.weight.announce_grad()
         return da, None, None
 

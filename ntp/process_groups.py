@@ -1,4 +1,4 @@
-"""Calls into torch.distributed that start and end a process's part in a job.
+"""Calls into torch.distributed that begin and end a process's part in one generation of a job.
 
 The only module that knows how torch versions 2.11 to 2.14 differ here.
 """
@@ -9,32 +9,50 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ntp.collectives import TorchFabric
+from ntp.collectives import Check, PeerLostError, TorchFabric
+
+_BUILD_TIMEOUT = timedelta(seconds=20)
+"""For building groups: everyone has arrived by then, so a longer silence is a loss."""
+
+
+def connect(host: str, port: int, prefix: str, timeout_s: float) -> Store:
+    """A connection of its own to the job's store; keys are relative to `prefix`."""
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return PrefixStore(prefix, store)
 
 
 @contextmanager
-def joined_world(
-    world: Sequence[int], rank: int, device: torch.device, timeout_s: float
-) -> Iterator[tuple[TorchFabric, Store]]:
-    """Join the job at MASTER_ADDR:MASTER_PORT and leave it in the end.
+def joined_generation(
+    store: Store, generation: int, world: Sequence[int], rank: int, device: torch.device, check: Check
+) -> Iterator[TorchFabric]:
+    """Take part in one generation; on leaving, give its connections up so that no peer waits for this rank.
 
     Args:
         world: every process rank that takes part, ascending; `rank` is this one's.
         device: decides the backend, gloo or NCCL.
-        timeout_s: of one collective.
+        check: see `ntp.collectives.Check`.
+
+    Raises:
+        PeerLostError: somebody went before the groups were built.
     """
-    place, size = list(world).index(rank), len(world)
-    timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(dist.rendezvous("env://", rank=place, world_size=size, timeout=timeout))
-    store.set_timeout(timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=PrefixStore("ntp", store), rank=place, world_size=size, timeout=timeout
-    )
     try:
-        yield TorchFabric(world, rank), store
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"groups/{generation}", store),
+            rank=list(world).index(rank),
+            world_size=len(world),
+            timeout=_BUILD_TIMEOUT,
+        )
+    except RuntimeError as error:
+        raise PeerLostError(str(error)) from error
+    fabric = TorchFabric(world, rank, check)
+    try:
+        yield fabric
     finally:
+        fabric.close()
         dist.destroy_process_group()

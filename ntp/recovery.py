@@ -31,7 +31,11 @@ from ntp.trainer import StepResult, Trainer
 
 
 class StateLostError(RuntimeError):
-    """Some state survives on no live rank."""
+    """Some state survives on no live rank; `step` was the last to be committed."""
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +55,6 @@ class Decision:
     alive: tuple[int, ...]
     step: int
     result: StepResult | None
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """State in its new place.
-
-    Attributes:
-        trainer: None on a process that holds no shard in the new plan.
-        bytes_received: from other ranks.
-    """
-
-    trainer: Trainer | None
-    decision: Decision
-    bytes_received: int
 
 
 def report(trainers: Iterable[Trainer]) -> list[dict[str, Any]]:
@@ -97,30 +87,47 @@ def decide(config: Config, reports: Mapping[int, Sequence[Mapping[str, Any]]]) -
         newest = max(has.values(), key=lambda entry: entry["step"])
         result = None if newest["result"] is None else StepResult(**newest["result"])
         return Decision(layout, tuple(failed_of[layout]), tuple(sorted(has)), newest["step"], result)
-    raise StateLostError(f"layouts {sorted(failed_of)} are all incomplete")
+    step = max(entry["step"] for entries in reports.values() for entry in entries)
+    raise StateLostError(f"layouts {sorted(failed_of)} are all incomplete", step)
 
 
-def recover(
-    config: Config,
-    plan: Plan,
-    world: Group,
-    trainers: Sequence[Trainer],
-    make_trainer: Callable[[], Trainer | None],
-) -> Recovered:
-    """Carry the state into `plan`; collective over `world`, every live process of the new generation.
+def agree(config: Config, world: Group, trainers: Iterable[Trainer]) -> Decision:
+    """Tell the others what this process has and decide; collective over `world`.
 
     Args:
-        world: carries host tensors.
-        trainers: the layouts that this process has; they stay untouched but for a step that is finished.
-        make_trainer: makes this process's trainer under `plan`, without state; None for a standby.
+        world: every live process of the new generation; carries host tensors.
+        trainers: the layouts that this process has.
 
     Raises:
         StateLostError: on every process alike.
     """
-    reports = dict(zip(world.ranks, gather_values(world, report(trainers)), strict=True))
-    decision = decide(config, reports)
+    return decide(config, dict(zip(world.ranks, gather_values(world, report(trainers)), strict=True)))
+
+
+def carry(
+    config: Config,
+    plan: Plan,
+    world: Group,
+    decision: Decision,
+    kept: list[Trainer],
+    make_trainer: Callable[[], Trainer | None],
+) -> int:
+    """Finish the step and carry the state into `plan`; collective over `world`.
+
+    Args:
+        kept: the layouts that this process has. In the end it holds the new one alone (nothing on a
+            standby); a loss on the way leaves in it what the next generation can go on from.
+        make_trainer: makes this process's trainer under `plan`, without state; None for a standby.
+
+    Returns:
+        The bytes received from other ranks.
+
+    Raises:
+        StateLostError: on every process alike.
+    """
     assert decision.layout is not None
-    mine = next((t for t in trainers if t.plan.generation == decision.layout), None)
+    kept[:] = [trainer for trainer in kept if trainer.plan.generation == decision.layout]
+    mine = kept[0] if kept else None
     if mine is not None and mine.committed < decision.step:
         assert decision.result is not None
         mine.finish(decision.result.grad_norm)
@@ -129,13 +136,16 @@ def recover(
     rank = world.ranks[world.rank]
     moves = state_moves(old, plan, decision.alive, rank, specs)
     if moves.missing:
-        raise StateLostError(f"no live rank has the state of {', '.join(moves.missing[:3])} any more")
+        names = ", ".join(moves.missing[:3])
+        raise StateLostError(f"no live rank has the state of {names} any more", decision.step)
     trainer = make_trainer()
     received = _move(world, moves.sends, moves.receives, mine, trainer)
     if trainer is not None:
         trainer.committed, trainer.result = decision.step, decision.result
+        kept.append(trainer)
     gather_values(world, None)  # everyone's move is complete: old layouts may go
-    return Recovered(trainer, decision, received)
+    kept[:] = [] if trainer is None else [trainer]
+    return received
 
 
 def _move(

@@ -15,8 +15,8 @@ def bits_of(value: float) -> str:
     return struct.pack(">d", value).hex()
 
 
-def metrics_line(result: StepResult, seconds: float, generation: int) -> dict[str, object]:
-    """One line of `metrics.jsonl`."""
+def metrics_line(result: StepResult, seconds: float | None, generation: int) -> dict[str, object]:
+    """One line of `metrics.jsonl`; `seconds` is None where whoever measured the step has gone."""
     return {
         "step": result.step,
         "loss": result.loss,
@@ -25,8 +25,8 @@ def metrics_line(result: StepResult, seconds: float, generation: int) -> dict[st
         "grad_norm_bits": bits_of(result.grad_norm),
         "lr": result.learning_rate,
         "tokens": result.tokens,
-        "step_time_s": round(seconds, 6),
-        "tokens_per_s": round(result.tokens / seconds, 1),
+        "step_time_s": None if seconds is None else round(seconds, 6),
+        "tokens_per_s": None if seconds is None else round(result.tokens / seconds, 1),
         "generation": generation,
     }
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from ntp.collectives import Mesh
 from ntp.config import Config
@@ -52,11 +51,15 @@ class Usage:
 
     Attributes:
         parameter_bytes: bytes of the parameters that the worker computes with.
-        gemm_flops: floating-point operations of its matrix products for one microbatch.
+        gemm_flops: floating-point operations of its products with weights, in this generation so far.
     """
 
     parameter_bytes: int
     gemm_flops: int
+
+
+class NonFiniteGradientError(RuntimeError):
+    """The gradient has a NaN or an infinity, also when it is computed again: it is the model's own."""
 
 
 class Watch(Protocol):
@@ -64,6 +67,10 @@ class Watch(Protocol):
 
     def enter(self, phase: Phase, step: int) -> None:
         """The worker begins a phase. An exception raised here ends the step."""
+        ...
+
+    def microbatch(self, step: int, gradients: Tensor) -> None:
+        """A microbatch begins; its gradients will be added to `gradients`, flat float32."""
         ...
 
     def wants_switch(self) -> bool:
@@ -74,6 +81,9 @@ class Watch(Protocol):
 class _Unwatched:
     def enter(self, phase: Phase, step: int) -> None:
         del phase, step
+
+    def microbatch(self, step: int, gradients: Tensor) -> None:
+        del step, gradients
 
     def wants_switch(self) -> bool:
         return False
@@ -125,7 +135,6 @@ class Trainer:
         self.weights = make_weights(specs, plan, mesh.rank)
         self.ddp, self.optimizer = wrap(config, specs, self.weights, plan, mesh, device)
         self.model = Model(config.model, self.weights, mesh.tensor, config.train.seq_len)
-        self._gemm_flops = 0
         if initialise:
             self.optimizer.initialise(config.train.seed, config.model.initializer_range)
             refresh_exponents(self.weights.values(), mesh.tensor)
@@ -139,7 +148,24 @@ class Trainer:
         """Run and commit step `step` (from 1); collective over the workers.
 
         `before_commit` is called when the gradients are there and the state is about to change.
+
+        Raises:
+            NonFiniteGradientError: the gradient is not finite, on every worker alike.
         """
+        norm = self._vote(step, before_commit)
+        if not math.isfinite(norm):  # a fault of one device does not come back, a fault of the model does
+            norm = self._vote(step, before_commit)
+        if not math.isfinite(norm):
+            raise NonFiniteGradientError(
+                f"step {step}: the gradient norm is {norm}, and again when recomputed"
+            )
+        self._watch.enter(Phase.UPDATE, step)
+        result = self.finish(norm)
+        self.publish()
+        return result
+
+    def _vote(self, step: int, before_commit: Callable[[], None]) -> float:
+        """Compute the gradients of a step and agree on their norm."""
         self._watch.enter(Phase.STEP, step)
         losses = self._accumulate(step)
         self._watch.enter(Phase.EXCHANGE, step)
@@ -149,11 +175,7 @@ class Trainer:
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         self._ballot = _Ballot(step, loss, tokens, rate)
         self._watch.enter(Phase.VOTE, step)
-        norm = self.optimizer.vote(gradients, tokens)
-        self._watch.enter(Phase.UPDATE, step)
-        result = self.finish(norm)
-        self.publish()
-        return result
+        return self.optimizer.vote(gradients, tokens)
 
     def finish(self, norm: float) -> StepResult:
         """Make the update that the vote on `norm` has decided; local.
@@ -184,8 +206,10 @@ class Trainer:
 
     def usage(self) -> Usage:
         """Of the worker that uses most; collective over the workers."""
-        held = sum(w.data.numel() * w.data.element_size() for w in self.weights.values())
-        largest = torch.tensor([held, self._gemm_flops], device=self._device)
+        weights = self.weights.values()
+        held = sum(weight.data.numel() * weight.data.element_size() for weight in weights)
+        flops = sum(weight.gemm_flops for weight in weights)
+        largest = torch.tensor([held, flops], device=self._device)
         self.mesh.workers.all_reduce(largest, "max")
         return Usage(*largest.tolist())
 
@@ -194,20 +218,12 @@ class Trainer:
         train = self.config.train
         losses: dict[int, tuple[Tensor, int]] = {}
         for index in self.ddp.microbatches():
+            self._watch.microbatch(step, self.ddp.buffer.gradients)
             batch = self.batch(step, index)
-            if self._gemm_flops == 0:
-                with FlopCounterMode(display=False) as counter:
-                    loss = self._forward_backward(batch)
-                self._gemm_flops = counter.get_total_flops()
-            else:
-                loss = self._forward_backward(batch)
-            losses[index * train.micro_batch] = loss, batch.target_tokens
+            loss = self.model.loss(batch)
+            loss.sum().backward()
+            losses[index * train.micro_batch] = loss.detach(), batch.target_tokens
         return losses
-
-    def _forward_backward(self, batch: Batch) -> Tensor:
-        loss = self.model.loss(batch)
-        loss.sum().backward()
-        return loss.detach()
 
     def batch(self, step: int, index: int) -> Batch:
         """Microbatch `index` of step `step` (from 1): a function of the configuration alone."""

@@ -22,6 +22,8 @@ class Weight:
         main_grad: float32 of the shape of `data`; gradients of the SUM of token losses are added to it.
         column_exponent: int32 [D] over ALL units, see `ntp.layers.refresh_exponents`; needed where the
             weight takes part in a contraction that tensor parallelism cuts.
+        gemm_flops: floating-point operations (a multiply-add is two) of the matrix products with this weight
+            so far, on this rank.
         on_grad_ready: called when a backward has added all that one microbatch contributes to `main_grad`.
     """
 
@@ -31,7 +33,12 @@ class Weight:
     first_unit: int = 0
     main_grad: Tensor | None = None
     column_exponent: Tensor | None = None
+    gemm_flops: int = 0
     on_grad_ready: Callable[[], None] | None = None
+
+    def count_product(self, tokens: int) -> None:
+        """Count a matrix product of `tokens` rows with this weight, or with its shape."""
+        self.gemm_flops += 2 * tokens * self.data.numel()
 
     @property
     def grad(self) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 
 from ntp.plan import make_plan
 from ntp.protocol import Phase
-from ntp.recovery import StateLostError, decide, recover
+from ntp.recovery import StateLostError, agree, carry, decide
 from ntp.testing import simulate, simulate_processes
 from ntp.trainer import Trainer
 from tests.shapes import LLAMA, QWEN, make_config
@@ -63,10 +63,11 @@ def go_on(config, plan, data, survivors):
         def make():
             return process.mesh and Trainer(config, plan, process.mesh, data, CPU, initialise=False)
 
-        recovered = recover(config, plan, process.world, kept, make)
-        trainer = recovered.trainer
-        if trainer is None:
+        decision = agree(config, process.world, kept)
+        carry(config, plan, process.world, decision, kept, make)
+        if not kept:
             return None
+        (trainer,) = kept
         trainer.publish()
         steps = [trainer.step(s) for s in range(trainer.committed + 1, STEPS + 1)]
         return steps, trainer.result, trainer.hashes()

@@ -124,11 +124,14 @@ def _produce(
 
 @gluon.jit
 def _multiply(
-    accumulator, step, begin, end, a_ring, b_ring, ready, empty,
-    HALF: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, SHARERS: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr,
+    accumulator, step, begin, end, a_ring, b_ring, ready, empty, turns,
+    LAST: gl.constexpr, HALF: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, SHARERS: gl.constexpr,
+    DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Carry the chains over k in [begin, end). One product is in flight; the stage before it is given back."""
+    """Carry the chains over k in [begin, end). One product is in flight; the stage before it is given back.
+
+    LAST: the tile ends here, and the other consumer may take its turn.
+    """
     first = step
     for _ in range(begin, end, DEPTH):
         stage = step % STAGES
@@ -146,6 +149,8 @@ def _multiply(
         accumulator = warpgroup_mma_wait(num_outstanding=1, deps=(accumulator,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > first)
         step += 1
+    if LAST and SHARERS == 1:
+        mbarrier.arrive(turns.index(1 - HALF), count=1)
     accumulator = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > first)
     return accumulator, step
@@ -162,7 +167,7 @@ def _send(c_desc, buffers, chunk, m, n, SLOT: gl.constexpr, BUFFERS: gl.constexp
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty,
+    HALF: gl.constexpr, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
     M, N, K, first, length, pieces, origin,
     A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SHARERS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -187,6 +192,7 @@ def _consume(
         row_offset = 0
         others = gl.cdiv(K, DEPTH)
         step = HALF * others
+    turn = 0
     for tile in range(start, tiles_m * tiles_n, stride):
         tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
         m = tile_m * SHARERS * ROWS + row_offset
@@ -195,14 +201,19 @@ def _consume(
             accumulator = _chain_start(row_ptr, column_ptr, m, n, M, N, ROWS, COLUMNS, layout)
         else:
             accumulator = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+        if SHARERS == 1:
+            # Also what makes the parity of `ready` unambiguous: the other consumer has seen every earlier stage.
+            mbarrier.wait(turns.index(HALF), (turn & 1) ^ (1 - HALF))
+            turn += 1
         if PIECES:
             worst = gl.zeros((ROWS,), gl.int32, gl.SliceLayout(1, layout))
             for piece in range(pieces - 1):
                 begin = max(first + (piece - 1) * length, 0)
                 end = first + piece * length
                 accumulator, step = _multiply(
-                    accumulator, step, begin, end, a_ring, b_ring, ready, empty, HALF, A_T, B_T, SHARERS, DEPTH, STAGES
-                )
+                    accumulator, step, begin, end, a_ring, b_ring, ready, empty, turns,
+                    False, HALF, A_T, B_T, SHARERS, DEPTH, STAGES,
+                )  # fmt: skip
                 drift = _chain_integer(accumulator, 0x400000)
                 worst = gl.maximum(worst, gl.max(gl.maximum(drift, -drift), 1))
             begin = max(first + (pieces - 2) * length, 0)
@@ -215,8 +226,9 @@ def _consume(
             pointers, inside = _window(c_ptr, like, m, n, M, N)
             current = gl.load(pointers, mask=inside, other=0.0)
         accumulator, step = _multiply(
-            accumulator, step, begin, K, a_ring, b_ring, ready, empty, HALF, A_T, B_T, SHARERS, DEPTH, STAGES
-        )
+            accumulator, step, begin, K, a_ring, b_ring, ready, empty, turns,
+            True, HALF, A_T, B_T, SHARERS, DEPTH, STAGES,
+        )  # fmt: skip
         step += others
         if EPILOGUE == "chain":
             chunks = _chunks(_chain_integer(accumulator, origin), SPLIT)
@@ -246,18 +258,21 @@ def _kernel(
     buffers = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS] + c_desc.block_type.shape, c_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=SHARERS)
     gl.warp_specialize(
         [
             (_consume, (
-                0, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty,
+                0, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
                 M, N, K, first, length, pieces, origin,
                 A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
             )),
             (_consume, (
-                1, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty,
+                1, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
                 M, N, K, first, length, pieces, origin,
                 A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
             )),

@@ -66,7 +66,9 @@ def _step(accumulator: Float64, a: Float32, b: Float32) -> Float64:
     """One fused sum: accumulator [M, N], a [M, 16], b [N, 16] -> [M, N]."""
     products = a.astype(np.float64)[:, None, :] * b.astype(np.float64)[None, :, :]
     exponents = np.where(products != 0, _exponent(a)[:, None, :] + _exponent(b)[None, :, :], _NO_EXPONENT)
-    largest = np.maximum(exponents.max(axis=2), np.where(accumulator != 0, _exponent(accumulator), _NO_EXPONENT))
+    largest = np.maximum(
+        exponents.max(axis=2), np.where(accumulator != 0, _exponent(accumulator), _NO_EXPONENT)
+    )
     shift = np.where(largest == _NO_EXPONENT, 0, GUARD_BITS - largest)
     total = np.trunc(np.ldexp(accumulator, shift))
     total += np.trunc(np.ldexp(products, shift[:, :, None])).sum(axis=2)

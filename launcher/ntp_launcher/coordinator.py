@@ -9,7 +9,7 @@ Events may come in any order, twice, late, or in the middle of a recovery. What 
 - Somebody joins only at a step boundary, and only once a step has been committed in the current generation:
   members on their way into it would otherwise wait for a boundary that the dead cannot reach.
 - Once the run is complete, no death matters.
-- Where losses are not to be survived (`elastic.enabled: false`), the first one ends the job, after a moment in
+- Where losses are not survived (`elastic.enabled: false`), the first one ends the job, after a moment in
   which the others' ends come in, so that the cause can be told from its consequences.
 
 What an event means for one rank is in the `_on_` functions, what follows for the job in `_conclude`.

@@ -35,7 +35,9 @@ def test_biased_chain_equals_the_hardware(golden: dict[str, np.ndarray], kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_of_a_biased_chain_equal_the_hardware_and_add_up(golden: dict[str, np.ndarray], kind: str) -> None:
+def test_parts_of_a_biased_chain_equal_the_hardware_and_add_up(
+    golden: dict[str, np.ndarray], kind: str
+) -> None:
     a, b = operands(golden, kind)
     start = integer_model.chain_start(golden[f"{kind}_e"])
     total = np.zeros_like(golden[f"{kind}_whole"])

@@ -1,0 +1,259 @@
+"""A worker's life: generation after generation, until the last step is committed.
+
+In each generation all live processes meet, build groups, settle what was committed, move the state to its new
+places and train on. A lost peer, or the launcher's word that the generation is over, ends it; the process
+stays. The states of a life:
+
+    waiting -> meeting -> settling -> training -> finished
+       ^----------- generation over -----'
+"""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ntp.checkpoint.session import Checkpoints
+from ntp.collectives import Group, MembershipChangedError, Mesh, PeerLostError, TorchFabric, build_mesh
+from ntp.config import Config
+from ntp.control import Control
+from ntp.data import Datasets
+from ntp.plan import Plan, make_plan
+from ntp.protocol import FINISHED, Generation, Phase, RecoveryTimes, metrics_key, recovery_key
+from ntp.recovery import StateLostError, agree, carry
+from ntp.run_directory import metrics_line, summary
+from ntp.trainer import StepResult, Trainer, Watch
+
+_STANDBY_POLL_S = 0.1
+
+
+JoinGeneration = Callable[[Plan], AbstractContextManager[TorchFabric]]
+"""Builds the groups of a generation, and gives them up on exit (`ntp.process_groups`)."""
+
+
+class UnrecoverableLossError(RuntimeError):
+    """State was lost that neither a live rank nor a checkpoint has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a life is spent on.
+
+    Attributes:
+        resume, strict: where the first generation takes its state from (`ntp.checkpoint`).
+        say: takes a line for the user; called by the reporter alone.
+        watch: told of every phase; passes it on to the control store.
+    """
+
+    config: Config
+    rank: int
+    run_dir: Path
+    resume: str | None
+    strict: bool
+    device: torch.device
+    datasets: Datasets
+    say: Callable[[str], None]
+    watch: Watch
+
+
+class Life:
+    """One worker process."""
+
+    def __init__(self, job: Job, control: Control, join: JoinGeneration):
+        self._job, self._control, self._join = job, control, join
+        self._started = time.monotonic()
+        self._trainers: list[Trainer] = []
+        self._has_worked = False
+        self._left = 0.0
+
+    def run(self) -> None:
+        """Live until the job is finished.
+
+        Raises:
+            FencedError: the job goes on without this process.
+            PeerLostError: a peer has gone and nobody has opened a new generation.
+            UnrecoverableLossError: see there.
+        """
+        lost: RuntimeError | None = None
+        while True:
+            self._job.watch.enter(Phase.WAITING, self._step())
+            generation = self._next_generation(lost)
+            if generation is None:
+                return
+            try:
+                self._live(generation)
+                return
+            except (PeerLostError, MembershipChangedError) as error:
+                lost = error
+            self._left = time.time()
+
+    def _next_generation(self, lost: RuntimeError | None) -> Generation | None:
+        elastic = self._job.config.elastic
+        patience = None if lost is None else elastic.agree_timeout_s if elastic.enabled else 0.0
+        try:
+            generation = self._control.next_generation(self._has_worked, patience)
+        except TimeoutError:
+            assert lost is not None
+            raise lost from None
+        self._has_worked = True
+        return generation
+
+    def _step(self) -> int:
+        return max((trainer.committed for trainer in self._trainers), default=0)
+
+    def _live(self, generation: Generation) -> None:
+        plan = make_plan(self._job.config, generation.failed, generation.generation)
+        self._control.arrive(len(plan.world))
+        met = time.time()
+        with self._join(plan) as fabric:
+            world = fabric.group(plan.world, on_host=True)
+            assert world is not None
+            mesh = build_mesh(plan, self._job.rank, fabric)
+            built = time.time()
+            era = _Era(self._job, self._control, plan, world, mesh, self._started)
+            source, moved = era.settle(self._trainers)
+            if generation.generation > 0:
+                era.time_recovery(generation, self._left or met, built, source, moved)
+            era.train()
+
+
+class _Era:
+    """One worker's part in one generation."""
+
+    def __init__(
+        self, job: Job, control: Control, plan: Plan, world: Group, mesh: Mesh | None, started: float
+    ):
+        self._job, self._control, self._plan, self._world, self._mesh = job, control, plan, world, mesh
+        self._started = started
+        self._reports = job.rank == plan.reporter
+        self._trainer: Trainer | None = None
+        self._recovery: RecoveryTimes | None = None
+        self._settled = 0.0
+        self._checkpoints = mesh and Checkpoints(
+            job.config, job.run_dir, mesh, say=job.say if self._reports else lambda line: None
+        )
+
+    def settle(self, kept: list[Trainer]) -> tuple[str, int]:
+        """Bring the state to its places under this plan.
+
+        Args:
+            kept: the layouts that this process has; brought up to date, also where a loss ends this.
+
+        Returns:
+            Where lost state came from, and the bytes that were received from other ranks.
+        """
+        self._job.watch.enter(Phase.MOVING, max((trainer.committed for trainer in kept), default=0))
+        job, source, moved = self._job, "peers", 0
+        try:
+            decision = agree(job.config, self._world, kept)
+            if decision.layout is None:
+                self._begin(kept, job.resume, job.strict)
+            else:
+                moved = carry(job.config, self._plan, self._world, decision, kept, self._make)
+        except StateLostError as lost:
+            source = "checkpoint"
+            self._go_back(kept, lost)
+        self._trainer = kept[0] if kept else None
+        if self._trainer is not None:
+            self._trainer.publish()
+            if self._reports and self._trainer.result is not None:
+                self._post_metrics(self._trainer.result, seconds=None)
+        self._settled = time.time()
+        return source, moved
+
+    def _go_back(self, kept: list[Trainer], lost: StateLostError) -> None:
+        """Take everyone back to the newest checkpoint, or to the start if no step was committed yet."""
+        if lost.step == 0:
+            self._begin(kept, self._job.resume, self._job.strict)
+            return
+        self._begin(kept, "auto", strict=False)
+        if kept and kept[0].committed == 0:
+            raise UnrecoverableLossError(f"{lost}; there is no checkpoint to go back to")
+
+    def _begin(self, kept: list[Trainer], resume: str | None, strict: bool) -> None:
+        trainer = self._make(initialise=True)
+        if trainer is not None:
+            assert self._checkpoints is not None
+            trainer.committed = self._checkpoints.start(trainer, resume, strict)
+        kept[:] = [] if trainer is None else [trainer]
+
+    def _make(self, initialise: bool = False) -> Trainer | None:
+        job = self._job
+        if self._mesh is None:
+            return None
+        return Trainer(job.config, self._plan, self._mesh, job.datasets, job.device, job.watch, initialise)
+
+    def time_recovery(
+        self, generation: Generation, left: float, built: float, source: str, moved: int
+    ) -> None:
+        """Note what the change of membership took; told with the first committed step."""
+        self._recovery = RecoveryTimes(
+            generation=generation.generation,
+            unblock=max(0.0, left - generation.detected_at),
+            rebuild=built - left,
+            move=self._settled - built,
+            replay=0.0,
+            bytes_moved=moved,
+            steps_replayed=0,
+            source=source,
+        )
+
+    def train(self) -> None:
+        """Train until the generation is over or the job finished."""
+        if self._trainer is None:
+            self._stand_by()
+            return
+        assert self._checkpoints is not None
+        trainer, last = self._trainer, self._job.config.train.last_step
+        if trainer.committed == last == 0:
+            self._checkpoints.after(trainer, 0)
+        while trainer.committed < last:
+            before = time.monotonic()
+            result = trainer.step(trainer.committed + 1, self._checkpoints.before_commit)
+            self._after_step(trainer, result, before)
+            if trainer.switch:
+                raise MembershipChangedError("a newer generation begins after this step")
+        self._finish(trainer)
+
+    def _after_step(self, trainer: Trainer, result: StepResult, before: float) -> None:
+        every = self._job.config.train.eval_every
+        held_out = trainer.evaluate() if every and result.step % every == 0 else None
+        if self._reports:
+            self._post_metrics(result, time.monotonic() - before, held_out)
+            if self._recovery is not None:
+                times = replace(self._recovery, replay=time.time() - self._settled)
+                self._control.put(recovery_key(self._plan.generation), times.to_json())
+                self._recovery = None
+        assert self._checkpoints is not None
+        self._job.watch.enter(Phase.CHECKPOINT, result.step)
+        self._checkpoints.after(trainer, result.step)
+
+    def _post_metrics(self, result: StepResult, seconds: float | None, held_out: float | None = None) -> None:
+        line = metrics_line(result, seconds, self._plan.generation)
+        if held_out is not None:
+            line["held_out_loss"] = held_out
+        self._control.put(metrics_key(result.step), json.dumps(line))
+
+    def _stand_by(self) -> None:
+        while not self._control.has(FINISHED):
+            self._control.check()
+            if self._control.wants_switch():
+                raise MembershipChangedError("a newer generation is open")
+            time.sleep(_STANDBY_POLL_S)
+
+    def _finish(self, trainer: Trainer) -> None:
+        assert self._checkpoints is not None
+        self._job.watch.enter(Phase.FINISHING, trainer.committed)
+        hashes, usage = trainer.hashes(), trainer.usage()
+        self._checkpoints.end()
+        if self._reports:
+            wall_s = time.monotonic() - self._started
+            values = summary(self._plan, trainer.committed, trainer.result, hashes, usage, wall_s)
+            self._control.put(FINISHED, json.dumps(values))
+        while not self._control.has(FINISHED):
+            self._control.check()
+            time.sleep(_STANDBY_POLL_S / 10)
