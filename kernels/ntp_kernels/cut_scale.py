@@ -1,12 +1,16 @@
-"""Scales of a cut contraction: norms of rows and columns, the grid they give, and the way back from its integers.
+"""Scales of a cut contraction: how large a partial sum can get, and the way back from its integers.
 
-Legend: M tokens, D hidden size, U local units, R rows per unit.
+Legend: M tokens, D hidden size, U local units, R rows per unit; a block is 32 rows of a unit (16 where 32 do not divide).
 
-Statistics are per unit, so that they depend on no cut: `row_norms` f32 [U, M] and `column_norms` f32 [U, D]. The caller
-gathers them over ranks along the first dimension, in unit order; `row_scale` and `column_scale` then sum squares over
-the units of a segment in one fixed tree and take the largest segment. Gathering costs 4 M U bytes in all, 3 % of the integers that
-follow for a Llama-3-8B FFN. The coarser `row_exponent` and `column_exponent` are int32 [M] and [D] and combine by MAX;
-they bound a segment by its largest unit, which costs accuracy where one unit holds an outlier.
+Inside a segment s, |partial sum| <= sum over its blocks |a_i,block| |b_j,block| <= (sum_s |a_i,block|) max |b_j,block|:
+2-norms inside a block, so that random signs count; their sum over blocks and the largest block outside, so that an
+outlier of 300 weighs as much as it must and no more (a 2-norm over the whole segment would triple it). The row's side
+is `row_norms` f32 [U, M], one number per unit: the caller gathers it over ranks along the first dimension, in unit
+order, and `row_scale` adds the units of each segment in one fixed tree. That is 4 M U bytes in all, 3 % of the integers
+that follow for a Llama-3-8B FFN. The column's side `column_scale` f32 [D] combines over ranks by MAX.
+
+`row_exponent` and `column_exponent`, int32 [M] and [D], both combine by MAX: they bound a segment by its largest unit,
+which costs accuracy where one unit holds an outlier.
 
 Everything keeps NaN and infinity: a row or column that holds one has the norm NaN and finishes as NaN. A norm beyond
 float32 is infinite and finishes as infinity, a zero norm as exact zeros.
@@ -22,6 +26,8 @@ SEGMENT = 2048
 """Longest segment of the contraction, unless a unit is longer. Part of the numerics: it sets the grid."""
 DRIFT = 5.0
 """Standard deviations that a chain may drift from its start before it is redone. Part of the numerics."""
+LEAST_ALLOWANCE = 0.25
+"""Of several segments: room for outliers, which drift further than a random walk. Part of the numerics."""
 SLACK = 1.0006
 """On either norm: covers their rounding, that of their product and the floor of 128 steps."""
 POISON = 1 << 20
@@ -39,9 +45,8 @@ class RowScale(NamedTuple):
     """Scale of the rows of `a`: bound f32 [M], and the part of it that is room for drift.
 
     allowance f32 [M]: a chain may stray from its start by `allowance` times a segment's bound where a segment ends.
-    A sum of K products drifts like a random walk, by DRIFT |a_i| |b_j| / sqrt(K); in units of the largest segment
-    that is at most DRIFT |a_i| / (max_s |a_is| sqrt(L)), L the length of a segment: 0.3 for a Gaussian row of 14336,
-    0.1 where one segment holds an outlier, 0 for a single segment.
+    A sum of K products drifts like a random walk, by DRIFT / sqrt(K) of the bound of the whole contraction: 0.3 of a
+    segment's for a Gaussian row of 14336; 0 for a single segment.
     """
 
     bound: torch.Tensor
@@ -49,28 +54,17 @@ class RowScale(NamedTuple):
 
 
 def row_norms(a: torch.Tensor) -> torch.Tensor:
-    """Return f32 [U, M]: the norm of every row of a [M, U, R] over every unit, NaN where it holds a NaN or infinity.
+    """Return f32 [U, M]: the sum over blocks of the 2-norms of every row of a [M, U, R]; NaN for NaN or infinity.
 
-    Order: one tree over R per unit.
+    Order: a tree inside a block, a tree over the blocks of a unit.
     """
     m, units, width = a.shape
     norms = a.new_empty(units, m, dtype=torch.float32)
     padded = triton.next_power_of_2(width)
     rows = max(1, 8192 // padded)
     _row_norms_kernel[(triton.cdiv(m, rows), units)](
-        a, norms, m, units, WIDTH=width, PADDED=padded, ROWS=rows
+        a, norms, m, units, WIDTH=width, PADDED=padded, ROWS=rows, BLOCK=_block(width)
     )
-    return norms
-
-
-def column_norms(w: torch.Tensor) -> torch.Tensor:
-    """Return f32 [U, D]: the norm of every column of every unit of w [U, R, D], NaN as in `row_norms`.
-
-    Order: rows of a unit in 64 interleaved sums, then a tree.
-    """
-    units, height, d = w.shape
-    norms = w.new_empty(units, d, dtype=torch.float32)
-    _column_norms_kernel[(triton.cdiv(d, 64), units)](w, norms, d, HEIGHT=height, ROWS=64, COLUMNS=64)
     return norms
 
 
@@ -79,38 +73,41 @@ def row_scale(norms: torch.Tensor, unit_rows: int) -> RowScale:
 
     A row's bound times a column's bounds every partial sum inside a segment, and leaves the allowance.
     """
-    bound, allowance = norms.new_empty(norms.shape[1]), norms.new_empty(norms.shape[1])
-    _scale(norms, unit_rows, bound, allowance)
+    total_units, m = norms.shape
+    bound, allowance = norms.new_empty(m), norms.new_empty(m)
+    per_segment = segment_units(unit_rows)
+    drift = DRIFT / (total_units * unit_rows) ** 0.5
+    padded = triton.next_power_of_2(per_segment)
+    rows = max(16, 2048 // padded)
+    _row_scale_kernel[(triton.cdiv(m, rows),)](
+        norms, bound, allowance, m, total_units, SLACK, drift, LEAST_ALLOWANCE,
+        PER_SEGMENT=per_segment, PADDED=padded, ROWS=rows, SEVERAL=total_units > per_segment,
+    )  # fmt: skip
     return RowScale(bound, allowance)
 
 
-def column_scale(norms: torch.Tensor, unit_rows: int) -> torch.Tensor:
-    """Return the scale f32 [D] of the columns from their norms f32 [total units, D] over all units."""
-    bound = norms.new_empty(norms.shape[1])
-    _scale(norms, unit_rows, bound, None)
-    return bound
+def column_scale(w: torch.Tensor) -> torch.Tensor:
+    """Return f32 [D], for MAX over ranks: the largest norm of a block in every column of w [U, R, D]; NaN as above.
 
-
-def _scale(norms: torch.Tensor, unit_rows: int, bound: torch.Tensor, allowance: torch.Tensor | None) -> None:
-    total_units, x = norms.shape
-    per_segment = segment_units(unit_rows)
-    drift = DRIFT / (per_segment * unit_rows) ** 0.5 if total_units > per_segment else 0.0
-    padded = triton.next_power_of_2(per_segment)
-    columns = max(16, 2048 // padded)
-    _scale_kernel[(triton.cdiv(x, columns),)](
-        norms, bound, bound if allowance is None else allowance, x, total_units, SLACK, drift,
-        PER_SEGMENT=per_segment, PADDED=padded, COLUMNS=columns, DRIFTS=allowance is not None,
-    )  # fmt: skip
+    Order: a tree inside a block; a maximum has none.
+    """
+    units, height, d = w.shape
+    norms = w.new_empty(units, d, dtype=torch.float32)
+    _column_norms_kernel[(triton.cdiv(d, 64), units)](
+        w, norms, d, HEIGHT=height, ROWS=128, COLUMNS=64, BLOCK=_block(height)
+    )
+    return norms.amax(0).mul_(SLACK)  # both keep NaN
 
 
 def row_exponent(a: torch.Tensor) -> torch.Tensor:
-    """Return i32 [M] for MAX over ranks: 2^e exceeds the scale that any cut of the units of a [M, U, R] gives."""
-    return _exponent(row_norms(a), a.shape[2])
+    """Return i32 [M] for MAX over ranks: 2^e exceeds the bound that any cut of the units of a [M, U, R] gives."""
+    factor = SLACK * 2 * segment_units(a.shape[2])  # an allowance of 1
+    return _exponent(row_norms(a).amax(0).mul_(factor))
 
 
 def column_exponent(w: torch.Tensor) -> torch.Tensor:
     """Return i32 [D] for MAX over ranks: 2^e exceeds the scale that any cut of the units of w [U, R, D] gives."""
-    return _exponent(column_norms(w), w.shape[1])
+    return _exponent(column_scale(w))
 
 
 def as_rows(value: RowScale | torch.Tensor) -> RowScale:
@@ -150,19 +147,15 @@ def finish(
     return out
 
 
-def _exponent(norms: torch.Tensor, unit_rows: int) -> torch.Tensor:
-    """The smallest e with factor * norm < 2^e over all units; the factor covers a segment and an allowance of 1."""
-    factor = SLACK * (2 * segment_units(unit_rows)) ** 0.5
-    largest = torch.amax(norms, 0)  # keeps NaN
-    exponent = torch.frexp(largest * factor).exponent.to(torch.int32).clamp_(min=MIN_EXPONENT + 1)
-    exponent = exponent.masked_fill_(largest == 0, MIN_EXPONENT)
-    return exponent.masked_fill_(~torch.isfinite(largest), POISON)
+def _exponent(bound: torch.Tensor) -> torch.Tensor:
+    """The smallest e with bound < 2^e."""
+    exponent = torch.frexp(bound).exponent.to(torch.int32).clamp_(min=MIN_EXPONENT + 1)
+    exponent = exponent.masked_fill_(bound == 0, MIN_EXPONENT)
+    return exponent.masked_fill_(~torch.isfinite(bound), POISON)
 
 
-@triton.jit
-def _scaled_norm(square_sum, field):
-    """sqrt(square_sum) * 2^(field - 127), where field is the exponent of the largest element."""
-    return tl.sqrt_rn(square_sum) * (field << 23).to(tl.float32, bitcast=True)
+def _block(unit_rows: int) -> int:
+    return 32 if unit_rows % 32 == 0 else 16
 
 
 @triton.jit
@@ -179,8 +172,9 @@ def _field(largest_bits):
 
 @triton.jit(do_not_specialize=["M", "units"])
 def _row_norms_kernel(
-    a_ptr, norms_ptr, M, units, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr
-):
+    a_ptr, norms_ptr, M, units,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     unit = tl.program_id(1)
     columns = tl.arange(0, PADDED)
@@ -190,74 +184,58 @@ def _row_norms_kernel(
     largest = tl.max(a.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 1)
     field = _field(largest)
     scaled = a.to(tl.float32) * _inverse(field)[:, None]
-    norm = _scaled_norm(tl.sum(scaled * scaled, 1), field)
+    squares = tl.sum((scaled * scaled).reshape(ROWS, PADDED // BLOCK, BLOCK), 2)
+    norm = tl.sum(tl.sqrt_rn(squares), 1) * (field << 23).to(tl.float32, bitcast=True)
     norm = tl.where(largest >= 0x7F80, float("nan"), norm)
     tl.store(norms_ptr + unit.to(tl.int64) * M + rows, norm, mask=rows < M)
 
 
 @triton.jit(do_not_specialize=["D"])
 def _column_norms_kernel(
-    w_ptr, norms_ptr, D, HEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    w_ptr, norms_ptr, D, HEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     unit = tl.program_id(1)
     base = w_ptr + unit.to(tl.int64) * HEIGHT * D + columns[None, :]
-    bits = tl.zeros((ROWS, COLUMNS), tl.int32)
+    result = tl.zeros((COLUMNS,), tl.float32)
+    bits = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, HEIGHT, ROWS):
         rows = start + tl.arange(0, ROWS)[:, None]
         w = tl.load(base + rows.to(tl.int64) * D, mask=(rows < HEIGHT) & (columns[None, :] < D), other=0.0)
-        bits = tl.maximum(bits, w.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF)
-    largest = tl.max(bits, 0)
-    field = _field(largest)
-    inverse = _inverse(field)[None, :]
-    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, HEIGHT, ROWS):
-        rows = start + tl.arange(0, ROWS)[:, None]
-        w = tl.load(base + rows.to(tl.int64) * D, mask=(rows < HEIGHT) & (columns[None, :] < D), other=0.0)
-        scaled = w.to(tl.float32) * inverse
-        squares += scaled * scaled
-    norm = tl.where(largest >= 0x7F80, float("nan"), _scaled_norm(tl.sum(squares, 0), field))
-    tl.store(norms_ptr + unit.to(tl.int64) * D + columns, norm, mask=columns < D)
+        largest = tl.max(w.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 0)
+        field = _field(largest)
+        scaled = w.to(tl.float32) * _inverse(field)[None, :]
+        squares = tl.sum((scaled * scaled).reshape(ROWS // BLOCK, BLOCK, COLUMNS), 1)
+        norm = tl.sqrt_rn(tl.max(squares, 0)) * (field << 23).to(tl.float32, bitcast=True)
+        result = tl.maximum(result, norm)
+        bits = tl.maximum(bits, largest)
+    result = tl.where(bits >= 0x7F80, float("nan"), result)
+    tl.store(norms_ptr + unit.to(tl.int64) * D + columns, result, mask=columns < D)
 
 
-@triton.jit
-def _segment(norms_ptr, first, columns, X, total_units, PER_SEGMENT: tl.constexpr, PADDED: tl.constexpr):
-    """Norms of one segment [PADDED, COLUMNS] -> its norm [COLUMNS] and whether one of them is NaN."""
-    members = tl.arange(0, PADDED)[:, None]
-    inside = (members < PER_SEGMENT) & (first + members < total_units) & (columns[None, :] < X)
-    offsets = (first + members).to(tl.int64) * X + columns[None, :]
-    norms = tl.load(norms_ptr + offsets, mask=inside, other=0.0)
-    field = tl.minimum(tl.maximum(tl.max(norms.to(tl.int32, bitcast=True), 0) >> 23, 1), 253)
-    scaled = norms * _inverse(field)[None, :]
-    return _scaled_norm(tl.sum(scaled * scaled, 0), field), tl.max((norms != norms).to(tl.int32), 0)
-
-
-@triton.jit(do_not_specialize=["X", "total_units", "slack", "drift"])
-def _scale_kernel(
-    norms_ptr, bound_ptr, allowance_ptr, X, total_units, slack, drift,
-    PER_SEGMENT: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, DRIFTS: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "total_units", "slack", "drift", "least"])
+def _row_scale_kernel(
+    norms_ptr, bound_ptr, allowance_ptr, M, total_units, slack, drift, least,
+    PER_SEGMENT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    largest = tl.zeros((COLUMNS,), tl.float32)
-    poison = tl.zeros((COLUMNS,), tl.int32)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    members = tl.arange(0, PADDED)[:, None]
+    largest = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
     for first in range(0, total_units, PER_SEGMENT):
-        norm, bad = _segment(norms_ptr, first, columns, X, total_units, PER_SEGMENT, PADDED)
-        largest = tl.maximum(largest, norm)
-        poison = tl.maximum(poison, bad)
-    bound = largest * slack
-    if DRIFTS:
-        field = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
-        squares = tl.zeros((COLUMNS,), tl.float32)
-        for first in range(0, total_units, PER_SEGMENT):
-            norm, _ = _segment(norms_ptr, first, columns, X, total_units, PER_SEGMENT, PADDED)
-            share = norm * _inverse(field)
-            squares += share * share
-        allowance = tl.div_rn(tl.sqrt_rn(squares), tl.maximum(largest * _inverse(field), 1e-30)) * drift
-        allowance = tl.minimum(allowance, 1.0)
-        allowance = tl.where(allowance == allowance, allowance, 1.0)
-        tl.store(allowance_ptr + columns, allowance, mask=columns < X)
-        bound *= 1.0 + allowance
-    tl.store(bound_ptr + columns, tl.where(poison > 0, float("nan"), bound), mask=columns < X)
+        inside = (members < PER_SEGMENT) & (first + members < total_units) & (rows[None, :] < M)
+        offsets = (first + members).to(tl.int64) * M + rows[None, :]
+        segment = tl.sum(tl.load(norms_ptr + offsets, mask=inside, other=0.0), 0)
+        largest = tl.maximum(largest, segment)
+        total += segment  # keeps NaN, which the maximum may not
+    allowance = tl.zeros((ROWS,), tl.float32)
+    if SEVERAL:
+        share = tl.div_rn(total, tl.where(largest > 0.0, largest, 1.0).to(tl.float32))
+        share = tl.where(share == share, share, 1.0)  # of infinities
+        allowance = tl.minimum(tl.maximum(share * drift, least), 2.0)
+    bound = tl.where(total != total, total, largest * slack * (1.0 + allowance))
+    tl.store(bound_ptr + rows, bound, mask=rows < M)
+    tl.store(allowance_ptr + rows, allowance, mask=rows < M)
 
 
 @triton.jit(do_not_specialize=["M"])

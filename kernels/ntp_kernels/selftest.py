@@ -40,7 +40,7 @@ def cut_form(device: torch.device) -> Verdict:
     w = pattern((_UNITS, _UNIT_ROWS, _COLUMNS), device, seed=2)
     a[:, 3, 5] *= 200  # one outlier channel: groups of very different size
     row = cut_scale.row_scale(cut_scale.row_norms(a), _UNIT_ROWS)
-    column = cut_scale.column_scale(cut_scale.column_norms(w), _UNIT_ROWS)
+    column = cut_scale.column_scale(w)
     expected = _model_integers(a, w, row.bound, column)
     for cuts in _CUTS:
         total = sum(

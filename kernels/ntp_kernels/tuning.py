@@ -58,6 +58,7 @@ CANDIDATES: dict[Op, tuple[Tile, ...]] = {
 }
 
 
+@lru_cache(maxsize=4096)
 def choose(op: Op, shape: Shape, card: str) -> Tile:
     """The tile of the entry nearest to `shape` in the table of `card`; without a table, the first candidate."""
     entries = _entries(card).get(op, ())

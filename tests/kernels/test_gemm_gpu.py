@@ -30,7 +30,7 @@ def scales(a: torch.Tensor, w: torch.Tensor) -> tuple[gemm.RowScale, torch.Tenso
     rows = a.shape[2]
     return (
         cut_scale.row_scale(cut_scale.row_norms(a), rows),
-        cut_scale.column_scale(cut_scale.column_norms(w), rows),
+        cut_scale.column_scale(w),
     )
 
 

@@ -31,7 +31,7 @@ def _speed(weight: Weight) -> Iterator[Row]:
     a = torch.randn(TOKENS, weight.units, weight.rows, device="cuda").bfloat16()
     w = (torch.randn(weight.units, weight.rows, weight.hidden, device="cuda") * 0.02).bfloat16()
     flat_a, flat_w = a.flatten(1), w.flatten(0, 1)
-    column = gemm.column_scale(gemm.column_norms(w), weight.rows)
+    column = gemm.column_scale(w)
 
     def ours(column_scale: torch.Tensor) -> torch.Tensor:
         row = gemm.row_scale(gemm.row_norms(a), weight.rows)
@@ -39,7 +39,7 @@ def _speed(weight: Weight) -> Iterator[Row]:
         return gemm.finish(total, row, column_scale, weight.total, torch.bfloat16)
 
     def all_scales() -> torch.Tensor:
-        return ours(gemm.column_scale(gemm.column_norms(w), weight.rows))
+        return ours(gemm.column_scale(w))
 
     def base() -> torch.Tensor:
         return torch.mm(flat_a, flat_w, out_dtype=torch.float32).bfloat16()
@@ -82,7 +82,7 @@ def _error(name: str, a: torch.Tensor, w: torch.Tensor) -> Row:
     units = a.shape[1]
 
     def run() -> torch.Tensor:
-        row, column = gemm.row_scale(gemm.row_norms(a), _UNIT), gemm.column_scale(gemm.column_norms(w), _UNIT)
+        row, column = gemm.row_scale(gemm.row_norms(a), _UNIT), gemm.column_scale(w)
         return gemm.finish(gemm.cut_matmul(a, w, row, column, units), row, column, units, torch.bfloat16)
 
     exact = torch.zeros(a.shape[0], w.shape[2], device="cuda", dtype=torch.float64)
