@@ -9,6 +9,7 @@ stays. The states of a life:
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,6 +30,7 @@ from ntp.run_directory import metrics_line, summary
 from ntp.trainer import StepResult, Trainer, Watch
 
 _STANDBY_POLL_S = 0.1
+_log = logging.getLogger(__name__)
 
 
 JoinGeneration = Callable[[Plan], AbstractContextManager[TorchFabric]]
@@ -88,7 +90,9 @@ class Life:
                 self._live(generation)
                 return
             except (PeerLostError, MembershipChangedError) as error:
-                lost = error
+                # Its frames hold process groups; while those live, peers wait for this process.
+                lost = type(error)(str(error))
+                _log.warning("rank %d left generation %d: %s", self._job.rank, generation.generation, error)
             self._left = time.time()
 
     def _next_generation(self, lost: RuntimeError | None) -> Generation | None:

@@ -8,6 +8,7 @@ each other: `GENERATION` belongs to the coordinator, a key that ends in a rank t
 | `generation`           | coordinator | `Generation`: the newest membership                                |
 | `beat/<rank>`          | worker      | `Beat`: what it is doing; a beat that stays the same is a hang     |
 | `arrived/<generation>` | workers     | a counter: processes that have come to the start of the generation |
+| `started`              | reporter    | the last step before this run: 0, or that of the checkpoint        |
 | `metrics/<step>`       | reporter    | a line of `metrics.jsonl`; written again after a loss, read once   |
 | `recovery/<generation>`| reporter    | `RecoveryTimes`                                                    |
 | `finished`             | reporter    | the worker's part of `summary.json`; the job is complete           |
@@ -19,6 +20,7 @@ from enum import StrEnum
 from typing import Self
 
 GENERATION = "generation"
+STARTED = "started"
 FINISHED = "finished"
 
 

@@ -1,9 +1,9 @@
 """Entry point of a worker process, and the only reader of its environment.
 
 The launcher sets RANK (the base-mesh rank), LOCAL_RANK, MASTER_ADDR, MASTER_PORT, NTP_CONFIG (JSON),
-TORCHELASTIC_RUN_ID, NTP_RUN_DIR, NTP_RESUME, NTP_STRICT and NTP_INCARNATION. The rest comes through the store at that
-address: which ranks take part is the newest generation (`ntp.protocol`); what follows from it every worker
-plans for itself.
+TORCHELASTIC_RUN_ID, NTP_RUN_DIR, NTP_RESUME, NTP_STRICT and NTP_INCARNATION. The rest comes through the store
+at that address: which ranks take part is the newest generation (`ntp.protocol`); what follows from it every
+worker plans for itself.
 """
 
 import os
