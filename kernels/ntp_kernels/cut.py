@@ -80,14 +80,14 @@ def cut_matmul(
         plain = replace(PLAIN, depth=_depth(rows))
         gemm_plain.cut(flat_a, flat_w, out, plain, gemm_plain.LEAF, scales, (rows, rows, units))
         return out
-    pieces = _pieces(units, rows, first_unit)
+    pieces = _pieces(units, rows, first_unit, segment_units(total_units, rows))
     origin = _correction(first_unit * rows) - _correction((first_unit + units) * rows)
     tile = tile or _tile(out, units * rows)
     if tile.kernel == "plain" or (pieces[2] > 1 and _depth(*pieces[:2]) % tile.depth != 0):
         plain = replace(PLAIN, depth=_depth(*pieces[:2]))
         gemm_plain.cut(flat_a, flat_w, out, plain, gemm_plain.CHAIN, scales, pieces, origin)
     else:
-        _chain(flat_a, flat_w, out, tile, scales, pieces, origin, row.allowance)
+        _chain(flat_a, flat_w, out, tile, scales, pieces, origin, row.window)
     return out
 
 
@@ -99,24 +99,24 @@ def _chain(
     scales: tuple[torch.Tensor, torch.Tensor],
     pieces: tuple[int, int, int],
     origin: int,
-    allowance: torch.Tensor,
+    window: torch.Tensor,
 ) -> None:
-    """One chain per element over all pieces, then the repair of rows that strayed beyond their allowance."""
+    """One chain per element over all pieces, then the repair of rows that left their window."""
     from . import gemm_hopper  # imports Gluon, which only the card it is for needs
 
     m, n = out.shape
-    worst = out.new_empty(-(-n // tile.columns), m) if pieces[2] > 1 else None
+    several = pieces[2] > 1
+    strayed = out.new_empty(-(-n // tile.columns), m, dtype=torch.int8) if several else None
     gemm_hopper.multiply(
         a, w, out, tile, "chain", a_transposed=False, b_transposed=False, scales=scales, pieces=pieces,
-        origin=0x400000 + origin, worst=worst,
+        origin=0x400000 + origin, drift=None if strayed is None else (strayed, window),
     )  # fmt: skip
-    if worst is not None:
-        gemm_plain.repair(a, w, out, PLAIN, scales, pieces, origin, worst, tile.columns, allowance)
+    if strayed is not None:
+        gemm_plain.repair(a, w, out, PLAIN, scales, pieces, origin, strayed, tile.columns)
 
 
-def _pieces(units: int, rows: int, first_unit: int) -> tuple[int, int, int]:
+def _pieces(units: int, rows: int, first_unit: int, per_segment: int) -> tuple[int, int, int]:
     """End of the first piece, length of the others and their number, for a shard of `units` from `first_unit`."""
-    per_segment = segment_units(rows)
     first = min(units, per_segment - first_unit % per_segment)
     return first * rows, per_segment * rows, 1 + -(-(units - first) // per_segment)
 

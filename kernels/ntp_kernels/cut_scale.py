@@ -24,8 +24,11 @@ import triton.language as tl
 
 SEGMENT = 2048
 """Longest segment of the contraction, unless a unit is longer. Part of the numerics: it sets the grid."""
-DRIFT = 5.0
-"""Standard deviations that a chain may drift from its start before it is redone. Part of the numerics."""
+LONG_CONTRACTION = 65536
+"""Beyond it segments are half as long: they must leave more room for drift. Part of the numerics."""
+DRIFT = 4.0
+"""How far a chain may drift before it is redone, over the bound of a random walk; in practice 5 standard deviations,
+since the bound takes the largest block of a column for all. Part of the numerics."""
 LEAST_ALLOWANCE = 0.25
 """Of several segments: room for outliers, which drift further than a random walk. Part of the numerics."""
 SLACK = 1.0006
@@ -36,21 +39,22 @@ MIN_EXPONENT = -126
 """Exponent of a zero row or column, and lower bound of all."""
 
 
-def segment_units(unit_rows: int) -> int:
+def segment_units(total_units: int, unit_rows: int) -> int:
     """Whole units in one segment."""
-    return max(1, SEGMENT // unit_rows)
+    longest = SEGMENT if total_units * unit_rows <= LONG_CONTRACTION else SEGMENT // 2
+    return max(1, longest // unit_rows)
 
 
 class RowScale(NamedTuple):
-    """Scale of the rows of `a`: bound f32 [M], and the part of it that is room for drift.
+    """Scale of the rows of `a`: bound f32 [M], which leaves room for drift, and that room, the window i32 [M].
 
-    allowance f32 [M]: a chain may stray from its start by `allowance` times a segment's bound where a segment ends.
-    A sum of K products drifts like a random walk, by DRIFT / sqrt(K) of the bound of the whole contraction: 0.3 of a
-    segment's for a Gaussian row of 14336; 0 for a single segment.
+    A chain may stray from its start by `window` units where a segment ends, and the next segment still cannot carry it
+    out of its exponent. A sum of K products drifts like a random walk, by DRIFT / sqrt(K) of the bound of the whole
+    contraction: for a Gaussian row of 14336, 0.25 of a segment's bound.
     """
 
     bound: torch.Tensor
-    allowance: torch.Tensor
+    window: torch.Tensor
 
 
 def row_norms(a: torch.Tensor) -> torch.Tensor:
@@ -74,16 +78,16 @@ def row_scale(norms: torch.Tensor, unit_rows: int) -> RowScale:
     A row's bound times a column's bounds every partial sum inside a segment, and leaves the allowance.
     """
     total_units, m = norms.shape
-    bound, allowance = norms.new_empty(m), norms.new_empty(m)
-    per_segment = segment_units(unit_rows)
+    bound, window = norms.new_empty(m), norms.new_empty(m, dtype=torch.int32)
+    per_segment = segment_units(total_units, unit_rows)
     drift = DRIFT / (total_units * unit_rows) ** 0.5
     padded = triton.next_power_of_2(per_segment)
     rows = max(16, 2048 // padded)
     _row_scale_kernel[(triton.cdiv(m, rows),)](
-        norms, bound, allowance, m, total_units, SLACK, drift, LEAST_ALLOWANCE,
+        norms, bound, window, m, total_units, SLACK, drift, LEAST_ALLOWANCE,
         PER_SEGMENT=per_segment, PADDED=padded, ROWS=rows, SEVERAL=total_units > per_segment,
     )  # fmt: skip
-    return RowScale(bound, allowance)
+    return RowScale(bound, window)
 
 
 def column_scale(w: torch.Tensor) -> torch.Tensor:
@@ -101,7 +105,7 @@ def column_scale(w: torch.Tensor) -> torch.Tensor:
 
 def row_exponent(a: torch.Tensor) -> torch.Tensor:
     """Return i32 [M] for MAX over ranks: 2^e exceeds the bound that any cut of the units of a [M, U, R] gives."""
-    factor = SLACK * 2 * segment_units(a.shape[2])  # an allowance of 1
+    factor = SLACK * 2 * segment_units(1, a.shape[2])  # an allowance of 1
     return _exponent(row_norms(a).amax(0).mul_(factor))
 
 
@@ -110,12 +114,16 @@ def column_exponent(w: torch.Tensor) -> torch.Tensor:
     return _exponent(column_scale(w))
 
 
+_WINDOW = 1 << 22
+"""Units that a chain can hold on either side of its start."""
+
+
 def as_rows(value: RowScale | torch.Tensor) -> RowScale:
     """Return a row scale, or that of int32 exponents, whose factor leaves an allowance of 1."""
     if isinstance(value, RowScale):
         return value
     bound = as_columns(value)
-    return RowScale(bound, torch.ones_like(bound))
+    return RowScale(bound, torch.full_like(bound, _WINDOW // 2, dtype=torch.int32))
 
 
 def as_columns(value: torch.Tensor) -> torch.Tensor:
@@ -215,7 +223,7 @@ def _column_norms_kernel(
 
 @triton.jit(do_not_specialize=["M", "total_units", "slack", "drift", "least"])
 def _row_scale_kernel(
-    norms_ptr, bound_ptr, allowance_ptr, M, total_units, slack, drift, least,
+    norms_ptr, bound_ptr, window_ptr, M, total_units, slack, drift, least,
     PER_SEGMENT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SEVERAL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -235,7 +243,8 @@ def _row_scale_kernel(
         allowance = tl.minimum(tl.maximum(share * drift, least), 2.0)
     bound = tl.where(total != total, total, largest * slack * (1.0 + allowance))
     tl.store(bound_ptr + rows, bound, mask=rows < M)
-    tl.store(allowance_ptr + rows, allowance, mask=rows < M)
+    window = (4194304.0 * (allowance / (1.0 + allowance))).to(tl.int32)
+    tl.store(window_ptr + rows, window, mask=rows < M)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -10,8 +10,8 @@ element alone. Tile, stages and grid therefore move no bits (`tests/kernels/test
 `gemm_plain.py` give the same ones.
 
 Epilogues: `store` rounds to the output's dtype; `add` adds to an fp32 output (one IEEE addition per element); `chain`
-starts the accumulator at 1.5 * 2^E and stores its integer (see `cut.py`). A chain of several pieces records the largest
-integer at each piece's end in `worst`: the consumer never stops for it, and `cut.py` redoes the rare rows that drifted.
+starts the accumulator at 1.5 * 2^E and stores its integer (see `cut.py`). A chain of several pieces records the rows
+whose integer left its window at a piece's end: the consumer never stops for it, and `cut.py` redoes the rare rows.
 
 Written in Gluon, because Triton's own pipeliner overlaps no epilogue with another tile's loop (measured on an H100,
 2026-11-28, 8192x4096xK, int32 out, TFLOP/s, cuBLAS fp32-out / this / plain: K=3584 755 / 739 / 722, K=4096 in two
@@ -167,7 +167,7 @@ def _send(c_desc, buffers, chunk, m, n, SLOT: gl.constexpr, BUFFERS: gl.constexp
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
+    HALF: gl.constexpr, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
     M, N, K, first, length, pieces, origin,
     A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SHARERS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -206,7 +206,10 @@ def _consume(
             mbarrier.wait(turns.index(HALF), (turn & 1) ^ (1 - HALF))
             turn += 1
         if PIECES:
-            worst = gl.zeros((ROWS,), gl.int32, gl.SliceLayout(1, layout))
+            rows = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+            window = gl.load(window_ptr + rows, mask=rows < M, other=0)
+            shift = gl.expand_dims((window << 9) + -2147483648, 1)
+            worst = gl.zeros((ROWS,), gl.uint32, gl.SliceLayout(1, layout))
             for piece in range(pieces - 1):
                 begin = max(first + (piece - 1) * length, 0)
                 end = first + piece * length
@@ -214,11 +217,12 @@ def _consume(
                     accumulator, step, begin, end, a_ring, b_ring, ready, empty, turns,
                     False, HALF, A_T, B_T, SHARERS, DEPTH, STAGES,
                 )  # fmt: skip
-                drift = _chain_integer(accumulator, 0x400000)
-                worst = gl.maximum(worst, gl.max(gl.maximum(drift, -drift), 1))
+                # (integer + window) * 2^9, unsigned: two instructions per element, or the look would cost 2 %.
+                drift = (accumulator.to(gl.int32, bitcast=True) << 9) + shift
+                worst = gl.maximum(worst, gl.max(drift.to(gl.uint32, bitcast=True), 1))
             begin = max(first + (pieces - 2) * length, 0)
-            rows = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-            gl.store(worst_ptr + tile_n * M + rows, worst, mask=rows < M)
+            strayed = (worst >> 10).to(gl.int32) > window
+            gl.store(strayed_ptr + tile_n * M + rows, strayed.to(gl.int8), mask=rows < M)
         else:
             begin = 0
         if EPILOGUE == "add":
@@ -248,7 +252,7 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["M", "K", "first", "length", "pieces", "origin"])
 def _kernel(
-    a_desc, b_desc, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, M, N, K, first, length, pieces, origin,
+    a_desc, b_desc, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr, M, N, K, first, length, pieces, origin,
     A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SHARERS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -267,12 +271,12 @@ def _kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                0, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
+                0, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
                 M, N, K, first, length, pieces, origin,
                 A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
             )),
             (_consume, (
-                1, c_desc, c_ptr, worst_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
+                1, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
                 M, N, K, first, length, pieces, origin,
                 A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
             )),
@@ -330,11 +334,13 @@ def _compiled(
         _descriptor(torch.empty(block, dtype=kind, device=device), block)
         for block, kind in zip(blocks, types, strict=True)
     ]
-    integers, floats = (torch.empty(16, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
+    flags, integers, floats = (
+        torch.empty(16, dtype=kind, device=device) for kind in (torch.int8, torch.int32, torch.float32)
+    )
     output = torch.empty(16, dtype=dtype, device=device)
     constants = _constants(tile, a_t, b_t, epilogue, pieces)
     return _kernel.warmup(
-        *descriptors, output, integers, floats, floats, 16, 16, 16, 16, 16, 16, 16, *constants,
+        *descriptors, output, flags, integers, floats, floats, 16, 16, 16, 16, 16, 16, 16, *constants,
         grid=(1,), num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
 
@@ -351,24 +357,26 @@ def multiply(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     pieces: tuple[int, int, int] = (0, 0, 1),
     origin: int = 0,
-    worst: torch.Tensor | None = None,
+    drift: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """out [M, N] = or += a b, with a stored [M, K] ([K, M] if transposed) and b [K, N] ([N, K] if transposed).
 
-    bf16 operands, contiguous, N a multiple of 16. `scales`: f32 [M] and [N] of a chain. `pieces`: k of the first
-    check, k between checks and number of pieces; with more than one, `worst` i32 [tile columns, M] is filled.
+    bf16 operands, contiguous, N a multiple of 16. scales: f32 [M] and [N] of a chain. pieces: end of the first piece,
+    length of the others, their number; several need `drift`: i8 [tile columns, M] to fill with rows that left their
+    window i32 [M] at a piece's end.
     """
     m, n = out.shape
     k = a.shape[0] if a_transposed else a.shape[1]
     assert n % 16 == 0
     blocks = _blocks(tile, a_transposed, b_transposed)
     row, column = (_aligned(scale) for scale in scales or (out, out))
+    assert pieces[2] == 1 or drift is not None
     several = pieces[2] > 1
     kernel = _compiled(tile, a_transposed, b_transposed, epilogue, several, out.dtype, out.device)
     programs = min(-(-m // tile.rows) * -(-n // tile.columns), _multiprocessors(out.device))
     kernel[(programs, 1, 1)](
         _descriptor(a, blocks[0]), _descriptor(b, blocks[1]), _descriptor(out, blocks[2]),
-        out, out if worst is None else worst, row, column, m, n, k, *pieces, origin,
+        out, *(drift or (out, out)), row, column, m, n, k, *pieces, origin,
         *_constants(tile, a_transposed, b_transposed, epilogue, several),
     )  # fmt: skip
 

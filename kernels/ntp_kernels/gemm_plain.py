@@ -149,21 +149,19 @@ def _cut_kernel(
 
 @triton.jit(do_not_specialize=["M", "N", "K", "first", "length", "pieces", "origin"])
 def _repair_kernel(
-    a_desc, b_desc, c_desc, row_ptr, column_ptr, worst_ptr, allowance_ptr,
+    a_desc, b_desc, c_desc, row_ptr, column_ptr, strayed_ptr,
     M, N, K, first, length, pieces, origin,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    WORST_COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+    STRAYED_COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Redo with fresh chains the blocks where a row strayed beyond its allowance. Nearly always there is none."""
+    """Redo with fresh chains the blocks where a row has strayed. Nearly always there is none."""
     m = tl.program_id(0) * ROWS
     rows = m + tl.arange(0, ROWS)
-    allowance = tl.load(allowance_ptr + rows, mask=rows < M, other=1.0)
-    limit = (4194304.0 * (allowance / (1.0 + allowance))).to(tl.int32) - 1
-    for worst_tile in range(tl.program_id(1), tl.cdiv(N, WORST_COLUMNS), tl.num_programs(1)):
-        worst = tl.load(worst_ptr + worst_tile * M + rows, mask=rows < M, other=0)
-        if tl.max(worst - limit, 0) > 0:
-            for part in range(WORST_COLUMNS // COLUMNS):
-                n = worst_tile * WORST_COLUMNS + part * COLUMNS
+    for tile in range(tl.program_id(1), tl.cdiv(N, STRAYED_COLUMNS), tl.num_programs(1)):
+        strayed = tl.load(strayed_ptr + tile * M + rows, mask=rows < M, other=0)
+        if tl.max(strayed.to(tl.int32), 0) > 0:
+            for part in range(STRAYED_COLUMNS // COLUMNS):
+                n = tile * STRAYED_COLUMNS + part * COLUMNS
                 if n < N:
                     _cut_block(
                         a_desc, b_desc, c_desc, row_ptr, column_ptr, m, n, M, N, K, first, length,
@@ -236,17 +234,14 @@ def repair(
     scales: tuple[torch.Tensor, torch.Tensor],
     pieces: tuple[int, int, int],
     origin: int,
-    worst: torch.Tensor,
-    worst_columns: int,
-    allowance: torch.Tensor,
+    strayed: torch.Tensor,
+    strayed_columns: int,
 ) -> None:
-    """As `cut` with chains, for the blocks that need it: `worst` i32 [N / worst_columns, M] is the record of
-    `gemm_hopper.multiply`, allowance f32 [M] the share of a segment's bound that a row may stray.
-    """
+    """As `cut` with chains, for the blocks that need it: strayed i8 [N / strayed_columns, M], see `gemm_hopper`."""
     (m, n), k = out.shape, a.shape[1]
     _repair_kernel[(triton.cdiv(m, tile.rows), 4)](
-        *_cut_descriptors(a, b, out, tile), *scales, worst, allowance, m, n, k, *pieces, origin,
-        tile.rows, tile.columns, tile.depth, tile.split, worst_columns, interpreted(),
+        *_cut_descriptors(a, b, out, tile), *scales, strayed, m, n, k, *pieces, origin,
+        tile.rows, tile.columns, tile.depth, tile.split, strayed_columns, interpreted(),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

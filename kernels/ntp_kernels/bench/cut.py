@@ -56,7 +56,7 @@ def _speed(weight: Weight) -> Iterator[Row]:
     cached, every, stock, alone, stock_alone = interleaved(calls, graphs=True)
     flop = 2 * TOKENS * weight.size * weight.hidden
     shape = f"{TOKENS}x{weight.hidden}x{weight.size}"
-    several = "more segments" if weight.units > segment_units(weight.rows) else "one segment"
+    several = "more segments" if weight.units > segment_units(weight.total, weight.rows) else "one segment"
     for section, time, reference in (
         ("row scales", cached, stock),
         ("row and column scales", every, stock),
