@@ -76,6 +76,9 @@ class Group(ABC):
         output.copy_(source)
         return _Done()
 
+    def confirm(self) -> None:
+        """Raise if what the host has just read of a result may be garbage, because the group was aborted."""
+
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None: ...
 
@@ -157,6 +160,15 @@ class TorchGroup(Group):
         self._process_group: dist.ProcessGroup | None = process_group
         self._check = check
 
+    def confirm(self) -> None:
+        self._check()
+
+    def abort(self) -> None:
+        """End collectives under way, from another thread; NCCL's would wait for a dead peer for ever."""
+        process_group = self._process_group
+        if process_group is not None:
+            process_group.abort()
+
     def close(self) -> None:
         """Give the connections up, so that peers that wait for this rank fail at once."""
         process_group, self._process_group = self._process_group, None
@@ -229,6 +241,11 @@ class TorchFabric:
         group = TorchGroup(ranks, list(ranks).index(self._rank), process_group, self._check)
         self._groups.append(group)
         return group
+
+    def abort(self) -> None:
+        """Abort every group, from another thread."""
+        for group in list(self._groups):
+            group.abort()
 
     def close(self) -> None:
         """Close every group, in the order in which all ranks made them."""

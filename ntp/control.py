@@ -37,6 +37,10 @@ class Control:
     Args:
         connect: opens a connection; one is used by the thread that trains, one by the thread that watches.
         rank: process rank of this worker.
+
+    Attributes:
+        on_over: called by the watching thread when a generation is over at once; frees a thread that waits
+            inside a collective that its dead peers will never finish.
     """
 
     def __init__(self, connect: Callable[[], Store], rank: int):
@@ -46,6 +50,7 @@ class Control:
         self._beats = 0
         self._newest: Generation | None = None
         self._current = -1
+        self.on_over: Callable[[], None] = _do_nothing
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
         self._thread.start()
@@ -129,4 +134,12 @@ class Control:
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_S):
             if self._watched.check([GENERATION]):
-                self._newest = Generation.from_json(self._watched.get(GENERATION))
+                newest = Generation.from_json(self._watched.get(GENERATION))
+                if self._newest is None or newest.generation > self._newest.generation:
+                    self._newest = newest
+                    if not newest.at_boundary:
+                        self.on_over()
+
+
+def _do_nothing() -> None:
+    return

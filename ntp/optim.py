@@ -190,7 +190,9 @@ class DistributedOptimizer:
         every = torch.zeros(self._total_blocks, dtype=torch.float64, device=sums.device)
         every[self._block_ids[counted]] = sums[counted]
         self._world.all_reduce(every.view(torch.int64))  # each block is non-zero on one rank: bits are kept
-        return math.fsum(every.tolist())
+        sums = every.tolist()
+        self._world.confirm()
+        return math.fsum(sums)
 
 
 class NonuniformTPOptimizer(DistributedOptimizer):

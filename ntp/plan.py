@@ -1,7 +1,8 @@
 """The plan: one pure value that says who owns which units and who computes which microbatches.
 
 `make_plan(config, failed)` is a function of its arguments alone: every process computes the same plan and
-nothing has to be agreed by message but the set of failed ranks. Coordinates of the base mesh are numbered:
+nothing has to be agreed by message but the set of failed ranks. `plan_units` is the same for a model that no
+`ModelConfig` describes. Coordinates of the base mesh are numbered:
 replica `r`, position `p` is `r * tp + p`, standbys come from `dp * tp` up. A process rank has the number of
 its coordinate, unless `parallel.rank_map` puts another one there: that moves work, never bits.
 """
@@ -9,7 +10,7 @@ its coordinate, unless `parallel.rank_map` puts another one there: that moves wo
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ntp.config import Config
+from ntp.config import Config, ParallelConfig
 from ntp.errors import PlanError
 from ntp.parameters import unit_counts
 from ntp.schedule import assign_groups
@@ -134,8 +135,41 @@ def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0)
     Raises:
         PlanError: `parallel.tp` exceeds the units of every kind, or no replica is left.
     """
-    units = unit_counts(config.model)
-    parallel = config.parallel
+    train = config.train
+    return plan_units(
+        unit_counts(config.model),
+        config.parallel,
+        train.microbatches,
+        group_size=train.grad_group,
+        copies=config.optimizer.copies,
+        failed=failed,
+        generation=generation,
+    )
+
+
+def plan_units(
+    units: Mapping[UnitKind, int],
+    parallel: ParallelConfig,
+    microbatches: int,
+    *,
+    group_size: int = 1,
+    copies: int = 2,
+    failed: Collection[int] = (),
+    generation: int = 0,
+) -> Plan:
+    """Plan a job of any model.
+
+    Args:
+        units: number of units of each kind that the model has.
+        parallel: the base mesh.
+        microbatches: microbatches in a step.
+        group_size: microbatches in a gradient group.
+        copies: how many replicas keep each slice of the optimizer state (all, where there are fewer).
+        failed, generation: see `make_plan`.
+
+    Raises:
+        PlanError: see `make_plan`.
+    """
     most = max(units, key=lambda kind: units[kind])
     if parallel.tp > units[most]:
         raise PlanError(
@@ -147,9 +181,7 @@ def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0)
     kept, dropped, spilled = _keep(slots, parallel.min_degree, parallel.policy)
     if not kept:
         raise PlanError(f"no replica is left with failed ranks {sorted(failed)}: {_reasons(dropped)}")
-    microbatches = range(config.train.global_batch // config.train.micro_batch)
-    size = config.train.grad_group
-    groups = count_units(len(microbatches), size)
+    groups = count_units(microbatches, group_size)
     shares = assign_groups(groups, [len(members) for members in kept.values()])
     owners = {
         degree: {kind: spread(count, degree, _EXTRAS_FIRST[kind]) for kind, count in units.items()}
@@ -161,7 +193,7 @@ def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0)
             members=members,
             owners=owners[len(members)],
             groups=share,
-            microbatches=microbatches[share.start * size : share.stop * size],
+            microbatches=range(microbatches)[share.start * group_size : share.stop * group_size],
         )
         for (index, members), share in zip(kept.items(), shares, strict=True)
     )
@@ -170,9 +202,9 @@ def make_plan(config: Config, failed: Collection[int] = (), generation: int = 0)
         base_degree=parallel.tp,
         units=units,
         groups=groups,
-        group_size=size,
-        microbatches=len(microbatches),
-        copies=min(config.optimizer.copies, len(replicas)),
+        group_size=group_size,
+        microbatches=microbatches,
+        copies=min(copies, len(replicas)),
         replicas=replicas,
         dropped=dropped,
         standbys=tuple(sorted((*idle, *spilled))),

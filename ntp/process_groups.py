@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ntp.collectives import Check, PeerLostError, TorchFabric
+from ntp.collectives import PeerLostError, TorchFabric
+from ntp.control import Control
 
 _BUILD_TIMEOUT = timedelta(seconds=20)
 """For building groups: everyone has arrived by then, so a longer silence is a loss."""
@@ -27,14 +28,14 @@ def connect(host: str, port: int, prefix: str, timeout_s: float) -> Store:
 
 @contextmanager
 def joined_generation(
-    store: Store, generation: int, world: Sequence[int], rank: int, device: torch.device, check: Check
+    store: Store, generation: int, world: Sequence[int], rank: int, device: torch.device, control: Control
 ) -> Iterator[TorchFabric]:
     """Take part in one generation; on leaving, give its connections up so that no peer waits for this rank.
 
     Args:
         world: every process rank that takes part, ascending; `rank` is this one's.
         device: decides the backend, gloo or NCCL.
-        check: see `ntp.collectives.Check`.
+        control: is asked before every collective, and aborts NCCL's when the generation is over.
 
     Raises:
         PeerLostError: somebody went before the groups were built.
@@ -50,9 +51,12 @@ def joined_generation(
         )
     except RuntimeError as error:
         raise PeerLostError(str(error)) from error
-    fabric = TorchFabric(world, rank, check)
+    fabric = TorchFabric(world, rank, control.check)
+    if backend == "nccl":
+        control.on_over = fabric.abort
     try:
         yield fabric
     finally:
+        control.on_over = lambda: None
         fabric.close()
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ntp.collectives import Mesh
-from ntp.config import Config
+from ntp.config import Config, OptimizerConfig
 from ntp.data import Batch, Datasets
 from ntp.ddp import DistributedDataParallel, NonuniformTPDistributedDataParallel
 from ntp.evidence import StateHashes, state_hashes
@@ -133,7 +133,16 @@ class Trainer:
         self._datasets, self._device = datasets, device
         specs = parameter_specs(config.model)
         self.weights = make_weights(specs, plan, mesh.rank)
-        self.ddp, self.optimizer = wrap(config, specs, self.weights, plan, mesh, device)
+        self.ddp, self.optimizer = wrap(
+            specs,
+            self.weights,
+            plan,
+            mesh,
+            config.optimizer,
+            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.train.dtype],
+            device=device,
+            overlap=config.parallel.overlap_exchange,
+        )
         self.model = Model(config.model, self.weights, mesh.tensor, config.train.seq_len)
         if initialise:
             self.optimizer.initialise(config.train.seed, config.model.initializer_range)
@@ -260,18 +269,25 @@ def make_weights(specs: Sequence[ParameterSpec], plan: Plan, rank: int) -> dict[
 
 
 def wrap(
-    config: Config,
     specs: Sequence[ParameterSpec],
     weights: Mapping[str, Weight],
     plan: Plan,
     mesh: Mesh,
-    device: torch.device,
+    optimizer: OptimizerConfig,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    overlap: bool = True,
 ) -> tuple[DistributedDataParallel, DistributedOptimizer]:
-    """The wrappers that fit the plan: the only place that asks whether the degrees are equal."""
+    """The wrappers that fit the plan: the only place that asks whether the degrees are equal.
+
+    Args:
+        weights: what `make_weights` made; the wrappers bind their storage, which is still zero.
+        dtype: the compute dtype.
+        overlap: see `DistributedDataParallel`.
+    """
     if len({replica.degree for replica in plan.replicas}) == 1:
         ddp_class, optimizer_class = DistributedDataParallel, DistributedOptimizer
     else:
         ddp_class, optimizer_class = NonuniformTPDistributedDataParallel, NonuniformTPOptimizer
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.train.dtype]
-    ddp = ddp_class(specs, weights, plan, mesh, dtype, device, overlap=config.parallel.overlap_exchange)
-    return ddp, optimizer_class(ddp.buffer, mesh.workers, config.optimizer)
+    ddp = ddp_class(specs, weights, plan, mesh, dtype, device, overlap)
+    return ddp, optimizer_class(ddp.buffer, mesh.workers, optimizer)

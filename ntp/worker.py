@@ -82,7 +82,7 @@ def main() -> None:
     groups = here.connect()
 
     def join(plan: Plan) -> AbstractContextManager[TorchFabric]:
-        return joined_generation(groups, plan.generation, plan.world, here.rank, device, control.check)
+        return joined_generation(groups, plan.generation, plan.world, here.rank, device, control)
 
     try:
         Life(job, control, join).run()

@@ -1,5 +1,6 @@
 """Saving behind the training steps.
 
+    saver.prepare(optimizer)        # once, before the first save: host memory
     saver.save(optimizer, step)     # after the commit of `step`; returns at once
     saver.wait_staged()             # before the next commit: the state may change from here on
     saver.poll()                    # reports of saves that have ended
@@ -12,6 +13,7 @@ a disk slower than the interval slows training down instead of filling memory. A
 are, and training goes on.
 """
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -91,19 +93,29 @@ class Saver:
         self._job: _Job | None = None
         self._ended: list[SaveReport] = []
         self._host: tuple[Tensor, ...] = ()
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, optimizer: DistributedOptimizer) -> None:
+        """Start making the host buffers, which takes seconds for gigabytes of pinned memory."""
+        self._preparing = threading.Thread(target=self._allocate, args=(optimizer,), daemon=True)
+        self._preparing.start()
+
+    def _allocate(self, optimizer: DistributedOptimizer) -> None:
+        source, pinned = _state(optimizer), optimizer.master.is_cuda
+        if [flat.shape for flat in self._host] != [flat.shape for flat in source]:
+            self._host = tuple(torch.empty(flat.shape, pin_memory=pinned) for flat in source)
 
     def save(self, optimizer: DistributedOptimizer, step: int) -> None:
         """Start saving the state after `step`; every worker calls it, and has not begun the next commit."""
         before = time.monotonic()
         self.finish()
         job = self._job = _Job(step)
-        source = (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)
-        if [flat.shape for flat in self._host] != [flat.shape for flat in source]:
-            pinned = optimizer.master.is_cuda
-            self._host = tuple(torch.empty(flat.shape, pin_memory=pinned) for flat in source)
+        if self._preparing is not None:
+            self._preparing.join()
+        self._allocate(optimizer)
         shards = optimizer_shards(optimizer, self._host, once=True)
         shapes = tensor_shapes(optimizer.buffer.specs)
-        stage = _stager(source, self._host)
+        stage = _stager(_state(optimizer), self._host)
         job.thread = threading.Thread(
             target=self._run, args=(job, stage, shards, shapes), name=f"checkpoint{step}", daemon=True
         )
@@ -159,34 +171,33 @@ class Saver:
         """The steps of a save; each is agreed on before the next, so that all ranks end at the same one."""
         store, step = self._store, job.step
 
-        def prepare() -> None:
+        def prepare() -> str | None:
             stage()
             job.staged.set()
-            if self._group.leads:
-                store.begin(step)
+            return str(store.begin(step)) if self._group.leads else None
 
-        def write() -> list[Any]:
-            path = store.temporary(step) / f"pieces-{self._group.rank:05d}.safetensors"
+        def write(folder: Path) -> list[Any]:
             if not shards:
                 return []
-            record, pieces = write_shards(path, shards)
+            record, pieces = write_shards(folder / f"pieces-{self._group.rank:05d}.safetensors", shards)
             return [record.to_json(), [piece.to_json() for piece in pieces]]
 
-        def publish(written: list[Any]) -> None:
+        def publish(folder: Path, written: list[Any]) -> None:
             if self._group.leads:
-                self._publish(job, shapes, written)
+                self._publish(job, folder, shapes, written)
 
+        folder = Path(next(name for name in self._agree(prepare) if name))
         try:
-            self._agree(prepare)
-            written = [values for values in self._agree(write) if values]
+            written = [values for values in self._agree(lambda: write(folder)) if values]
             job.bytes = sum(record[1] for record, _ in written)
-            self._agree(lambda: publish(written))
+            self._agree(lambda: publish(folder, written))
         except CheckpointError:
-            if self._group.leads:
-                store.discard(step)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _publish(self, job: _Job, shapes: dict[str, tuple[int, int]], written: list[Any]) -> None:
+    def _publish(
+        self, job: _Job, folder: Path, shapes: dict[str, tuple[int, int]], written: list[Any]
+    ) -> None:
         manifest = Manifest(
             step=job.step,
             config=self._config.model_dump(mode="json"),
@@ -194,8 +205,8 @@ class Saver:
             files=tuple(FileRecord(*record) for record, _ in written),
             pieces=tuple(Piece.from_json(values) for _, pieces in written for values in pieces),
         )
-        check_files(self._store.temporary(job.step), manifest)  # not there: the hosts share no file system
-        self._store.publish(job.step, manifest.text())
+        check_files(folder, manifest)  # not there: the hosts share no file system
+        self._store.publish(job.step, folder, manifest.text())
         self._store.prune(job.step, self._keep)
 
     def _agree(self, action: Callable[[], Any]) -> list[Any]:
@@ -213,6 +224,10 @@ class Saver:
             if outcome["error"] is not None:
                 raise CheckpointError(f"rank {rank}: {outcome['error']}")
         return [outcome["value"] for outcome in outcomes]
+
+
+def _state(optimizer: DistributedOptimizer) -> tuple[Tensor, Tensor, Tensor]:
+    return optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq
 
 
 def _reason(error: Exception) -> str:

@@ -35,6 +35,8 @@ class Checkpoints:
         Raises:
             CheckpointError: nothing can be loaded. HuggingFaceError: `model.init_from` does not fit.
         """
+        if self._config.checkpoint.every or self._config.train.stop_after is not None:
+            self._saver.prepare(trainer.optimizer)
         if resume is not None:
             loaded = load(resume, self.directory, self._config, trainer.optimizer, self._mesh.host, strict)
             for note in loaded.notes:

@@ -1,12 +1,14 @@
 """A directory of checkpoints, and how one appears in it whole or not at all.
 
-A save fills `step-N.tmp`, syncs every file and the folder, renames it to `step-N` in one step, syncs the
+A save fills `step-N.XXXX.tmp`, syncs every file and the folder, renames it to `step-N` in one step, syncs the
 directory, and only then points the file `latest` at it. What is removed is renamed away first. So a folder
-without a suffix is always complete, whatever moment a process was killed at.
+without a suffix is always complete, whatever moment a process was killed at; and a save that outlives its
+generation of ranks has a folder of its own, whose removal it can only notice, never publish half of.
 """
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from ntp.errors import CheckpointError
 
 LATEST = "latest"
 _NAME = re.compile(r"step-([0-9]{8,})")
-_UNFINISHED = re.compile(r"step-[0-9]{8,}\.(tmp|removed)")
+_UNFINISHED = re.compile(r"step-[0-9]{8,}\.[0-9a-z]+\.(tmp|removed)")
 
 
 class CheckpointStore:
@@ -64,35 +66,27 @@ class CheckpointStore:
         return [self.path(s) for s in reversed(steps) if top is None or s <= top]
 
     def begin(self, step: int) -> Path:
-        """An empty temporary folder for the checkpoint of `step`; what killed processes left is removed."""
+        """An empty temporary folder for the checkpoint of `step`; what earlier saves have left is removed."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in self.unfinished():
-            shutil.rmtree(self.directory / name)
-        path = self.temporary(step)
+            self._remove(self.directory / name)
+        path = self._beside(step, "tmp")
         path.mkdir()
         return path
 
-    def temporary(self, step: int) -> Path:
-        """Where the checkpoint of `step` is put together."""
-        return self.path(step).with_suffix(".tmp")
-
-    def publish(self, step: int, manifest_text: str) -> Path:
-        """Turns the temporary folder, whose files are synced, into the checkpoint of `step`."""
-        temporary, path = self.temporary(step), self.path(step)
+    def publish(self, step: int, temporary: Path, manifest_text: str) -> Path:
+        """Turns a temporary folder, whose files are synced, into the checkpoint of `step`."""
+        path = self.path(step)
         write_durably(temporary / MANIFEST, manifest_text)
         sync_directory(temporary)
         if path.exists():  # a run that went back comes here again
             if self.latest() == step:
                 (self.directory / LATEST).unlink()
             self._remove(path)
-        temporary.rename(path)
+        temporary.rename(path)  # fails if a later save has taken the folder away
         sync_directory(self.directory)
         self._point_at(path)
         return path
-
-    def discard(self, step: int) -> None:
-        """Removes the temporary folder of a save that failed, as far as that can be done."""
-        shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def prune(self, step: int, keep: int) -> None:
         """Removes all but the `keep` newest checkpoints up to `step`; 0 keeps all."""
@@ -107,10 +101,19 @@ class CheckpointStore:
         sync_directory(self.directory)
 
     def _remove(self, path: Path) -> None:
-        away = path.with_suffix(".removed")
-        shutil.rmtree(away, ignore_errors=True)
-        path.rename(away)
+        """Renames a folder away, in one step, then removes it; one that another save removes is as good."""
+        match = re.match("step-([0-9]+)", path.name)
+        assert match is not None, path
+        away = self._beside(int(match[1]), "removed")
+        try:
+            path.rename(away)
+        except FileNotFoundError:
+            return
         shutil.rmtree(away)
+
+    def _beside(self, step: int, suffix: str) -> Path:
+        """A name that nobody has used."""
+        return self.directory / f"{self.path(step).name}.{secrets.token_hex(4)}.{suffix}"
 
     def _names(self) -> Iterator[str]:
         if self.directory.is_dir():
