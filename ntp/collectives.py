@@ -78,6 +78,7 @@ class Group(ABC):
 
     def confirm(self) -> None:
         """Raise if what the host has just read of a result may be garbage, because the group was aborted."""
+        return
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None: ...
