@@ -1,17 +1,22 @@
 """A stand-in for the worker: writes down what the launcher told it, then ends as STUB_<rank> says.
 
-STUB_<rank> is one of: `ok` (default), `exit:N`, `kill:N`, `raise:MESSAGE` (all three once STUB_COUNT workers
-are up), `once` (exit with 5, but only before a restart), `lose` (report a broken connection after another
-worker has ended), `hang` (with a child process), `deaf` (the same, and ignore SIGTERM).
+STUB_<rank> is one of: `ok` (default: the run is complete once all are here), `exit:N`, `kill:N`,
+`raise:MESSAGE` (all three once STUB_COUNT workers are up), `once` (exit with 5, but only before a restart),
+`lose` (report a broken connection after another worker has ended), `hang` (with a child process), `deaf` (the
+same, and ignore SIGTERM).
 """
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from ntp.protocol import FINISHED
+from tests.store_client import StoreClient
 
 PATIENCE_S = 60
 
@@ -44,7 +49,19 @@ def main() -> None:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:3333")
     if child:
         time.sleep(PATIENCE_S)
-    (run_dir / "summary.json").write_text("{}")
+    store = StoreClient(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        f"ntp/{os.environ['TORCHELASTIC_RUN_ID']}",
+    )
+    store.add("ok", 1)
+    wait(
+        lambda: (
+            store.add("ok", 0)
+            == int(os.environ["WORLD_SIZE"]) - len(re.findall(r"[0-9]+", os.environ["NTP_FAILED"]))
+        )
+    )
+    store.set(FINISHED, "{}")
 
 
 def wait(condition) -> None:

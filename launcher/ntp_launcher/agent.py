@@ -1,21 +1,23 @@
 """The agent of one node, on torch.distributed.elastic: rendezvous, start, watch, stop.
 
-It differs from torch's LocalElasticAgent in three ways. Ranks are those of the base mesh and only live ones
-are started. A failure is looked at for a moment before anything is killed, so that the cause can be told from
-its consequences. Agents tell each other through the rendezvous store: a failure on one node ends the others,
-success is success everywhere. What has happened is collected here, what it means is decided in `outcome`.
+It differs from torch's LocalElasticAgent in four ways. Ranks are those of the base mesh and only live ones
+are started. The death of a worker ends no other worker. What is to be done is decided in one place for all
+nodes: `coordinator`, which the agent of node 0 runs (`leader`). And agents and workers talk through a control
+store of their own, so that the rendezvous may go once everybody has met.
 """
 
 import contextlib
 import logging
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -26,39 +28,47 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
+from ntp_launcher import control_store
 from ntp_launcher.board import Board
-from ntp_launcher.environment import Rendezvous, worker_environment
+from ntp_launcher.control_store import Address
+from ntp_launcher.environment import Rendezvous
+from ntp_launcher.events import End
 from ntp_launcher.flags import LaunchError, Nodes
 from ntp_launcher.job import Job, prepare_run_dir, proposed_run_dir
-from ntp_launcher.outcome import Exit, describe, explain
+from ntp_launcher.late import EndedError, LateRendezvous, running_job
+from ntp_launcher.mail import Post
+from ntp_launcher.node import Node
+from ntp_launcher.outcome import ExitCode
 from ntp_launcher.placement import block_size, local_ranks, node_ranks
-from ntp_launcher.processes import WorkerProcess, start_worker, stop_workers
 
-SETTLE_S = 1.0  # from the first failed exit to the judgement: consequences arrive within tens of milliseconds
-PEERS_S = 3.0  # for other agents to tell what they have seen
-FAREWELL_S = 5.0  # for other agents to read it
+FAREWELL_S = 5.0  # for other agents to read the end of the job
 STOP_S = 10.0  # from a signal to the launcher until its workers get SIGKILL
 FAILED_STOP_S = 3.0  # the same after a failure, when there is nothing left to finish
+LOOK_S = 0.05  # between looks at the workers, unless --monitor-interval is shorter
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class MeshAgent(SimpleElasticAgent):
-    """Runs this node's block of the base mesh. After a failed run, `failure` is the reason in one line."""
+    """Runs this node's block of the base mesh. After `run`, `end` says how the job ended.
+
+    Attributes:
+        was_fenced: this node could not reach the store for too long and has killed its workers.
+    """
 
     def __init__(self, spec: WorkerSpec, job: Job, nodes: Nodes) -> None:
         super().__init__(spec, exit_barrier_timeout=FAREWELL_S, shutdown_timeout=int(STOP_S))
-        self.failure = ""
+        self.end = End(ExitCode.FAILED, "the rendezvous was closed by another agent")
         self.run_dir = Path()
+        self.was_fenced = False
         self._job, self._nodes = job, nodes
+        self._post = Post(0, 0)
+        self._leader_rank, self._leader_host = 0, ""
         self._board: Board | None = None
-        self._node = 0
-        self._workers: list[WorkerProcess] = []
-        self._exits: dict[int, Exit] = {}
-        self._tails: list[TailLog] = []
+        self._server: Store | None = None
+        self._node: Node | None = None
 
     @property
     def log_dir(self) -> Path:
@@ -68,15 +78,29 @@ class MeshAgent(SimpleElasticAgent):
     def _assign_worker_ranks(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """This node's live ranks, once the agents agree on the job, the blocks and the run directory."""
+        """This node's live ranks, once the agents agree on the job, the blocks and the run directory.
+
+        A late agent has none yet: the leader will tell it what to start.
+        """
+        handler = spec.rdzv_handler
+        if isinstance(handler, LateRendezvous):
+            assert handler.place is not None
+            self._post = Post(handler.place.node, handler.place.session)
+            self.run_dir = Path(handler.place.run_dir)
+            return []
         job = self._job
         self._board = Board(store, group_rank, group_world_size)
-        claim = {"node": self._nodes.node_rank, "job": job.fingerprint(), "run_dir": proposed_run_dir(job)}
+        claim = {
+            "node": self._nodes.node_rank,
+            "job": job.fingerprint(),
+            "run_dir": proposed_run_dir(job),
+            "host": self._nodes.local_addr or socket.getfqdn(),
+        }
         claims = self._board.exchange("claim", claim)
         try:
             places = self._take_block(claims, group_rank)
         except LaunchError as error:
-            self._board.post("failure", {"note": f"node {self._node} refused the job: {error}"})
+            self._board.post("control", {"refused": f"node {self._post.node} refused the job: {error}"})
             self._leave(self._board)
             raise
         world = job.config.parallel.world_size
@@ -85,114 +109,101 @@ class MeshAgent(SimpleElasticAgent):
     def _take_block(self, claims: list[dict[str, Any]], group_rank: int) -> dict[int, int]:
         """Rank -> local rank of this node's workers. Raises LaunchError when the agents cannot agree."""
         job, nodes = self._job, self._nodes
-        self._node = group_rank
+        self._post = Post(group_rank, 0)
         blocks = node_ranks([other["node"] for other in claims])
-        self._node = blocks[group_rank]
+        self._post = Post(blocks[group_rank], 0)
         for other, block in zip(claims, blocks, strict=True):
             if other["job"] != claims[group_rank]["job"]:
                 raise LaunchError(
                     f"node {block} was given another config or other failed ranks than this one"
                 )
-        self.run_dir = prepare_run_dir(job, job.run_dir or claims[blocks.index(0)]["run_dir"])
+        leader = claims[blocks.index(0)]
+        self._leader_rank, self._leader_host = blocks.index(0), leader["host"]
+        self.run_dir = prepare_run_dir(job, job.run_dir or leader["run_dir"])
         size = block_size(job.config.parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
-        return local_ranks(self._node, size, job.plan.world)
+        return local_ranks(self._post.node, size, job.plan.world)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = worker_group.spec.max_restarts - self._remaining_restarts
-        logs = self.log_dir / f"attempt{attempt}" if attempt else self.log_dir
-        rendezvous = _rendezvous_of(worker_group, attempt)
-        self._exits = {}
-        self._workers = []
-        for worker in worker_group.workers:
-            environ = worker_environment(
-                self._job, self.run_dir, worker.global_rank, worker.local_rank, rendezvous
-            )
-            directory = logs / f"rank{worker.global_rank}"
-            self._workers.append(
-                start_worker(worker.global_rank, self._job.worker_module, environ, directory)
-            )
-        self._tails = self._start_tails(worker_group.workers)
-        return {index: worker.popen.pid for index, worker in enumerate(self._workers)}
+        handler = worker_group.spec.rdzv_handler
+        address = handler.address if isinstance(handler, LateRendezvous) else self._meet(attempt)
+        self._node = Node(
+            self._job,
+            self._nodes,
+            self.run_dir,
+            self._post,
+            address,
+            _rendezvous_of(worker_group, address, attempt),
+            [worker.global_rank for worker in worker_group.workers],
+            self.log_dir / f"attempt{attempt}" if attempt else self.log_dir,
+        )
+        pids = self._node.crew.pids
+        return {i: pids.get(worker.global_rank) for i, worker in enumerate(worker_group.workers)}
 
-    def _start_tails(self, workers: list[Worker]) -> list[TailLog]:
-        """Copies of worker output to the terminal, as `--tee` asks."""
-        tee = self._nodes.tee
-        out: dict[int, str] = {}
-        err: dict[int, str] = {}
-        for worker, process in zip(workers, self._workers, strict=True):
-            if tee is None:
-                streams = 3 if process.rank == self._job.plan.reporter else 0
+    def _meet(self, attempt: int) -> Address:
+        """Where the job's control store is; the leader starts it, unless there is one outside."""
+        assert self._board is not None
+        endpoint, job_id = self._nodes.control_endpoint, self._nodes.rdzv_id
+        message: dict[str, Any] = {}
+        if self._post.node == 0:
+            run_id = f"{job_id}-{time.time_ns():x}" if endpoint else f"{job_id}.{attempt}"
+            if endpoint:
+                address = Address(*control_store.split(endpoint), run_id)
             else:
-                streams = tee.get(worker.local_rank, tee.get(-1, 0))
-            if streams & 1:
-                out[process.rank] = str(process.stdout)
-            if streams & 2:
-                err[process.rank] = str(process.stderr)
-        prefixes = {process.rank: f"[rank{process.rank}] " if tee else "" for process in self._workers}
-        tails = [TailLog("rank", out, sys.stdout, prefixes), TailLog("rank", err, sys.stderr, prefixes)]
-        return [tail.start() for tail in tails]
+                server = control_store.serve(self._leader_host)
+                self._server, address = server, Address(self._leader_host, server.port, run_id)
+            self._publish(address)
+            message = {"address": address.to_json()}
+        messages = self._board.exchange("control", message)
+        for other in messages:
+            if "refused" in other:
+                self._leave(self._board)
+                raise LaunchError(other["refused"])
+        return Address.from_json(messages[self._leader_rank]["address"])
+
+    def _publish(self, address: Address) -> None:
+        """Tells late agents where the job is."""
+        where = _notice_board(self._nodes)
+        if where is not None:
+            with contextlib.suppress(DistError):
+                control_store.publish(where, self._nodes.rdzv_id, address)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """One look: FAILED if a worker here or an agent elsewhere has failed, SUCCEEDED once all are done."""
-        board = self._board
-        assert board is not None
-        self._look()
-        failed_here = any(exit.code for exit in self._exits.values())
+        """Looks until the job has ended: torch's own loop would ask the rendezvous, which may be gone."""
+        assert self._node is not None
+        pause = min(LOOK_S, worker_group.spec.monitor_interval)
         try:
-            if failed_here or board.any_up("failure"):
-                return self._fail(board)
-            if len(self._exits) < len(self._workers):
-                return RunResult(state=WorkerState.HEALTHY)
-            board.post("done", {})
-            if not board.all_up("done"):
-                return RunResult(state=WorkerState.HEALTHY)
+            while (end := self._node.look()) is None:
+                if self._node.is_fenced:
+                    return self._lose("could not reach the control store for too long")
+                time.sleep(pause)
         except RuntimeError:
-            return self._lose_store()
+            return self._lose("lost the control store, its host is gone")
+        self.end = end
+        if end.code != ExitCode.DONE:
+            if end.code >= 128:  # somebody wants the job to end
+                self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED)
         return RunResult(
             state=WorkerState.SUCCEEDED,
             return_values={worker.global_rank: None for worker in worker_group.workers},
         )
 
-    def _look(self) -> None:
-        """Records the exits since the last look."""
-        for worker in self._workers:
-            code = worker.poll()
-            if code is not None and worker.rank not in self._exits:
-                error = worker.error() if code else ""
-                self._exits[worker.rank] = Exit(worker.rank, code, error, order=len(self._exits))
-
-    def _fail(self, board: Board) -> RunResult:
-        """Waits for the picture to be whole, then settles on one cause with the other agents."""
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and len(self._exits) < len(self._workers):
-            time.sleep(0.05)
-            self._look()
-        self.failure = explain(self._exits.values())
-        if self._remaining_restarts == 0:
-            board.post("failure", {"exits": [exit.to_json() for exit in self._exits.values()]})
-            reports = board.collect("failure", PEERS_S)
-            exits = [Exit(**exit) for report in reports.values() for exit in report.get("exits", [])]
-            notes = [report["note"] for report in reports.values() if "note" in report]
-            self.failure = explain(exits, notes, silent=self._nodes.nnodes - len(reports))
-            self._leave(board)
-        return RunResult(state=WorkerState.FAILED)
-
-    def _lose_store(self) -> RunResult:
+    def _lose(self, reason: str) -> RunResult:
+        assert self._node is not None
+        self.was_fenced = self._node.is_fenced
+        self.end = End(ExitCode.LOST_STORE, reason)
         self._remaining_restarts = 0
-        reason = explain(self._exits.values())
-        self.failure = f"lost the rendezvous store, its agent is gone{': ' if reason else ''}{reason}"
         return RunResult(state=WorkerState.FAILED)
 
     def _leave(self, board: Board) -> None:
         """Closes the rendezvous to late agents, then waits so that the host of the store leaves last."""
-        self._worker_group.spec.rdzv_handler.shutdown()
-        board.farewell(FAREWELL_S)
+        with contextlib.suppress(RuntimeError):
+            self._worker_group.spec.rdzv_handler.shutdown()
+            board.farewell(FAREWELL_S)
 
     def _exit_barrier(self) -> None:
-        """After success everywhere."""
-        assert self._board is not None
-        with contextlib.suppress(RuntimeError):
-            self._leave(self._board)
+        """After success everywhere; `_shutdown` follows."""
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown(timeout=FAILED_STOP_S)
@@ -200,72 +211,94 @@ class MeshAgent(SimpleElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = STOP_S, **_: Any
     ) -> None:
-        """Ends the workers and the copying of their output; tells other agents if a signal is the reason."""
+        """Ends the workers; tells the other agents if a signal is the reason, and lets them go first."""
+        node, self._node = self._node, None
+        if node is None:
+            return
         cause = sys.exception()
-        if self._board is not None and isinstance(cause, SignalException):
-            with contextlib.suppress(RuntimeError):
-                self._board.post(
-                    "failure", {"note": f"the agent of node {self._node} was stopped by {cause.sigval.name}"}
-                )
         try:
-            stop_workers(self._workers, death_sig, timeout)
-        finally:  # also when a second signal cuts the wait short: a running tail would block our own exit
-            for tail in self._tails:
-                tail.stop()
-            self._tails = []
+            if isinstance(cause, SignalException):
+                name, number = cause.sigval.name, cause.sigval.value
+                node.resign(death_sig, timeout, f"its agent was stopped by {name}", 128 + number)
+            else:
+                node.crew.stop(death_sig, timeout)
+        finally:
+            node.leave(FAREWELL_S)
 
 
 def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
     """Runs the job's share of this node to its end.
 
-    Returns (0, run directory), (1, the cause of the failure) or (128 + signal, what stopped it). Raises
-    LaunchError for nodes that cannot run the job; then no worker has been started.
+    Returns an exit code (`ExitCode`, or 128 + signal) and the run directory or the cause of the failure.
+    Raises LaunchError for nodes that cannot run the job; then no worker has been started.
     """
     _quiet(job.config.log.level)
     for number in _SIGNALS:
         signal.signal(number, _raise_signal)
     try:
-        return _run(job, nodes)
+        while True:
+            agent = _run(job, nodes)
+            if not agent.was_fenced or _address_of_running(job, nodes) is None:
+                break
+        if agent.end.code == ExitCode.DONE:
+            return ExitCode.DONE, str(agent.run_dir)
+        return agent.end.code, f"{agent.end.reason}; logs in {agent.log_dir}"
     except SignalException as stop:
         return 128 + stop.sigval.value, f"stopped by {stop.sigval.name}"
+    except EndedError as error:
+        return error.code, str(error)
     except RendezvousError as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        return 1, f"no rendezvous at {nodes.rdzv_endpoint}: {reason}"
+        return ExitCode.FAILED, f"no rendezvous at {nodes.rdzv_endpoint}: {reason}"
     except DistError:
-        return 1, f"lost the rendezvous store at {nodes.rdzv_endpoint}, its agent is gone"
+        return ExitCode.LOST_STORE, f"lost the rendezvous store at {nodes.rdzv_endpoint}, its agent is gone"
 
 
-def _run(job: Job, nodes: Nodes) -> tuple[int, str]:
+def _run(job: Job, nodes: Nodes) -> MeshAgent:
+    """Begins the job with the other nodes, or goes into it where it is running already; to its end."""
+    address = _address_of_running(job, nodes)
+    if address is None:
+        handler, restarts = _rendezvous_handler(job, nodes), nodes.max_restarts
+    else:
+        handler, restarts = LateRendezvous(address, job, nodes), 0
     host, _, port = nodes.rdzv_endpoint.rpartition(":")
-    static = nodes.rdzv_backend == "static"
+    static = nodes.rdzv_backend == "static" and address is None
     spec = WorkerSpec(
         role=DEFAULT_ROLE,
         local_world_size=block_size(job.config.parallel.world_size, nodes.nnodes, nodes.nproc_per_node),
-        rdzv_handler=_rendezvous_handler(nodes),
+        rdzv_handler=handler,
         entrypoint=job.worker_module,
-        max_restarts=nodes.max_restarts,
-        monitor_interval=nodes.monitor_interval,
+        max_restarts=restarts,
+        monitor_interval=min(LOOK_S, nodes.monitor_interval),
         master_addr=host if static else None,
         master_port=int(port) if static else None,
     )
     agent = MeshAgent(spec, job, nodes)
-    result = cast("RunResult | None", agent.run())
-    if result is None:
-        return 1, "the rendezvous was closed by another agent"
-    if result.is_failed():
-        return 1, f"{agent.failure}; logs in {agent.log_dir}"
-    return _check_summary(job, agent)
+    try:
+        agent.run()
+    finally:  # its thread must not see the end of the process
+        handler.shutdown()
+    return agent
 
 
-def _check_summary(job: Job, agent: MeshAgent) -> tuple[int, str]:
-    """Success, unless every worker has exited with 0 without one having finished the run."""
-    ranks = {worker.global_rank for worker in agent.get_worker_group().workers}
-    if job.plan.reporter in ranks and not (agent.run_dir / "summary.json").exists():
-        return 1, describe(Exit(job.plan.reporter, 0))
-    return 0, str(agent.run_dir)
+def _address_of_running(job: Job, nodes: Nodes) -> Address | None:
+    where = _notice_board(nodes)
+    return None if where is None else running_job(where, nodes, job.config.elastic)
 
 
-def _rendezvous_handler(nodes: Nodes) -> RendezvousHandler:
+def _notice_board(nodes: Nodes) -> str | None:
+    """The c10d store on which a running job tells late agents where it is; None where there are none."""
+    if nodes.control_endpoint is not None:
+        return nodes.control_endpoint
+    return nodes.rdzv_endpoint if nodes.nnodes > 1 and nodes.rdzv_backend in ("c10d", "static") else None
+
+
+def _rendezvous_handler(job: Job, nodes: Nodes) -> RendezvousHandler:
+    settings: dict[str, Any] = dict(nodes.rdzv_conf)
+    if nodes.rdzv_backend == "static":
+        settings["rank"] = nodes.node_rank or 0
+    if nodes.rdzv_backend == "c10d":
+        settings.setdefault("join_timeout", str(int(job.config.elastic.agent_timeout_s)))
     parameters = RendezvousParameters(
         nodes.rdzv_backend,
         nodes.rdzv_endpoint,
@@ -273,8 +306,7 @@ def _rendezvous_handler(nodes: Nodes) -> RendezvousHandler:
         nodes.nnodes,
         nodes.nnodes,
         nodes.local_addr,
-        **({"rank": nodes.node_rank or 0} if nodes.rdzv_backend == "static" else {}),
-        **nodes.rdzv_conf,
+        **settings,
     )
     try:
         return rendezvous_registry.get_rendezvous_handler(parameters)
@@ -284,14 +316,13 @@ def _rendezvous_handler(nodes: Nodes) -> RendezvousHandler:
         ) from None
 
 
-def _rendezvous_of(group: WorkerGroup, attempt: int) -> Rendezvous:
-    """What the workers are told of the rendezvous."""
-    handler = group.spec.rdzv_handler
+def _rendezvous_of(group: WorkerGroup, address: Address, attempt: int) -> Rendezvous:
+    """What the workers are told of the rendezvous: the control store takes its place."""
     return Rendezvous(
-        master_addr=str(group.master_addr),
-        master_port=int(group.master_port or 0),
-        agent_store=handler.use_agent_store,
-        run_id=handler.get_run_id(),
+        master_addr=address.host,
+        master_port=address.port,
+        agent_store=True,
+        run_id=address.run_id,
         group_rank=int(group.group_rank or 0),
         group_size=int(group.group_world_size or 1),
         local_size=group.spec.local_world_size,

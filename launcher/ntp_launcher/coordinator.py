@@ -47,6 +47,7 @@ KILL_S = 10.0  # a killed process is gone within milliseconds, or waits inside a
 FINISH_S = 20.0  # for processes to end after the run is complete
 SETTLE_S = 1.0  # consequences of a failure arrive within tens of milliseconds
 _LONGEST_PAUSE = 6  # doublings
+_LOST_STATE = "UnrecoverableLossError"  # what workers say when nobody has a part of the state any more
 
 
 class Status(StrEnum):
@@ -186,7 +187,7 @@ def _apply(turn: _Turn, event: Event) -> None:
             _on_probe(turn, event)
         case AgentJoined(node, session):
             _on_agent_joined(turn, node, session)
-        case AgentLost(node, session, reason):
+        case AgentLost(node, session, reason, _):
             if turn.state.sessions.get(node) == session:
                 _lose_node(turn, node, reason)
         case HealRequested(ranks):
@@ -341,7 +342,8 @@ def _cause(turn: _Turn) -> str:
 def _verdict(state: State, cause: str, error: str) -> tuple[ExitCode, str]:
     """Why no rank is left: because of the program itself, or because of what happened to it."""
     first = first_cause(state.exits) or state.exits[0]
-    if not state.notes and kind_of(first) in (Kind.ERROR, Kind.EARLY_SUCCESS):
+    own = kind_of(first) in (Kind.ERROR, Kind.EARLY_SUCCESS) and _LOST_STATE not in first.error
+    if own and not state.notes:
         return ExitCode.FAILED, describe(first)
     return ExitCode.UNRECOVERABLE, f"{cause}; {error}"
 

@@ -22,7 +22,7 @@ class Rendezvous:
 
 
 def worker_environment(
-    job: Job, run_dir: Path, rank: int, local_rank: int, rendezvous: Rendezvous
+    job: Job, run_dir: Path, rank: int, local_rank: int, rendezvous: Rendezvous, incarnation: int = 0
 ) -> dict[str, str]:
     """The launcher's environment, torchrun's variables, and ours.
 
@@ -52,6 +52,7 @@ def worker_environment(
         "TORCHELASTIC_RESTART_COUNT": str(rendezvous.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(rendezvous.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": str(rendezvous.agent_store),
+        "NTP_INCARNATION": str(incarnation),
         "NTP_RUN_DIR": str(run_dir),
         "NTP_CONFIG": job.config.model_dump_json(),
         "NTP_FAILED": ",".join(str(rank) for rank in job.plan.failed),

@@ -64,6 +64,7 @@ class AgentLost:
     node: int
     session: int
     reason: str
+    noticed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

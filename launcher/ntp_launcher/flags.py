@@ -35,6 +35,7 @@ class Nodes:
         node_rank: which block of base-mesh ranks this node runs; None = in order of arrival.
         nproc_per_node: base-mesh ranks of one node; None = the mesh spread evenly.
         rdzv_endpoint: host[:port] of the rendezvous; port 0 = any free one.
+        control_endpoint: host[:port] of a store outside (`ntp-store`); None = node 0 has one.
         local_addr: the address under which other nodes reach this one; None = its host name.
         tee: streams copied to the terminal per local rank (1 stdout, 2 stderr, 3 both), the key -1 for all;
             None = both streams of the lowest live rank.
@@ -47,6 +48,7 @@ class Nodes:
     rdzv_endpoint: str
     rdzv_id: str
     rdzv_conf: Mapping[str, str]
+    control_endpoint: str | None
     local_addr: str | None
     max_restarts: int
     monitor_interval: float
@@ -70,6 +72,11 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
     add("rdzv_endpoint", "rendezvous endpoint, HOST[:PORT]", type=_endpoint)
     add("rdzv_id", "job id, equal on all nodes", default="ntp")
     add("rdzv_conf", "further rendezvous settings, key=value,...", type=_settings, default="")
+    add(
+        "control_endpoint",
+        "HOST[:PORT] of an ntp-store for this job (default: node 0 has one)",
+        type=_endpoint,
+    )
     add("master_addr", "host of the rendezvous, another spelling of its endpoint")
     add("master_port", "port that goes with --master-addr", type=_count, default="29500")
     add("local_addr", "address under which other nodes reach this one")
@@ -110,6 +117,7 @@ def nodes_from(args: argparse.Namespace) -> Nodes:
         rdzv_endpoint=endpoint,
         rdzv_id=args.rdzv_id,
         rdzv_conf=args.rdzv_conf,
+        control_endpoint=args.control_endpoint,
         local_addr=args.local_addr or ("localhost" if _is_local(endpoint) else None),
         max_restarts=args.max_restarts,
         monitor_interval=args.monitor_interval,

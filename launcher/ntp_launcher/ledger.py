@@ -1,0 +1,149 @@
+"""What the leader keeps of a run: a line per committed step, the recoveries, the summary.
+
+Workers leave the metrics of a step in the store, some of them twice after a loss; each step is taken from
+there once and in order, written to `metrics.jsonl` and deleted. A line that is written is complete on disk
+before the next is begun.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from ntp.config import Config
+from ntp.protocol import (
+    FINISHED,
+    STARTED,
+    Generation,
+    RecoveryTimes,
+    metrics_key,
+    recovery_key,
+)
+from ntp.run_directory import Metrics, write_json
+from ntp_launcher.events import StepCommitted
+from ntp_launcher.mail import peek, read_json, take
+
+_PLACES = 4
+
+
+@dataclass(slots=True)
+class _Change:
+    """A change of membership, and how long it took where that is known."""
+
+    generation: Generation
+    detect: float
+    agree: float
+    times: RecoveryTimes | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `summary.json`; without times where another loss cut it short, or the run ended first."""
+        values: dict[str, Any] = {
+            "generation": self.generation.generation,
+            "kind": "join" if self.generation.at_boundary else "loss",
+            "cause": self.generation.cause,
+            "detect": round(self.detect, _PLACES),
+            "agree": round(self.agree, _PLACES),
+        }
+        if self.times is not None:
+            times = {name: getattr(self.times, name) for name in ("unblock", "rebuild", "move", "replay")}
+            values |= {name: round(seconds, _PLACES) for name, seconds in times.items()}
+            values |= {
+                "bytes_moved": self.times.bytes_moved,
+                "steps_replayed": self.times.steps_replayed,
+                "source": self.times.source,
+            }
+        return values
+
+
+class Ledger:
+    """The leader's books. `say` shows a line to the user.
+
+    Args:
+        resumes: the run goes on from a checkpoint, so that the workers have to say from where.
+    """
+
+    def __init__(
+        self, config: Config, run_dir: Path, store: Store, resumes: bool, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._run_dir, self._store, self._say = config, run_dir, store, say
+        self._resumes = resumes
+        self._metrics: Metrics | None = None
+        self._step = 0
+        self._productive_s = 0.0
+        self._begun = time.monotonic()
+        self._changes: list[_Change] = []
+
+    def note(self, generation: Generation, detect_s: float) -> None:
+        """A new generation has been opened."""
+        agree = time.time() - generation.detected_at
+        self._changes.append(_Change(generation, detect_s, agree))
+
+    def committed(self) -> list[StepCommitted]:
+        """Writes down the steps that have been committed since the last call."""
+        done: list[StepCommitted] = []
+        if self._metrics is None:
+            self._begin()
+        while self._metrics is not None:
+            text = take(self._store, metrics_key(self._step + 1))
+            if text is None:
+                break
+            self._step += 1
+            line = json.loads(text)
+            self._metrics.append(line)
+            self._productive_s += line["step_time_s"] or 0.0
+            self._show(line)
+            done.append(StepCommitted(self._step, line["generation"]))
+        if done:
+            self._take_times()
+        return done
+
+    def finish(self) -> None:
+        """Writes `summary.json`, once the run is complete."""
+        self.committed()
+        self._take_times()
+        told = read_json(self._store, FINISHED) or {}
+        wall_s = time.monotonic() - self._begun
+        summary = {
+            **told,
+            "wall_s": round(wall_s, 3),
+            "generations": 1 + len(self._changes),
+            "recoveries": [change.to_json() for change in self._changes],
+            "goodput": round(self._productive_s / wall_s, _PLACES),
+        }
+        write_json(self._run_dir / "summary.json", summary)
+        if "weights_sha256" in summary:
+            self._say(f"weights_sha256 {summary['weights_sha256']}")
+
+    def _begin(self) -> None:
+        """Opens the file, as soon as it is known which of its lines are of earlier runs."""
+        started = peek(self._store, STARTED)
+        if started is None and self._resumes:
+            return
+        self._step = int(started or 0)
+        self._metrics = Metrics(self._run_dir, self._step)
+
+    def _take_times(self) -> None:
+        for change in self._changes:
+            if change.times is None:
+                text = take(self._store, recovery_key(change.generation.generation))
+                if text is not None:
+                    change.times = RecoveryTimes.from_json(text)
+
+    def _show(self, line: dict[str, Any]) -> None:
+        every, last = self._config.log.every, self._config.train.last_step
+        if line["step"] % every == 0 or line["step"] == last:
+            self._say(step_line(line, self._config.train.steps))
+
+
+def step_line(line: dict[str, Any], steps: int) -> str:
+    """One plain line about a step, from its metrics."""
+    held_out = f"  held-out {line['held_out_loss']:.4f}" if "held_out_loss" in line else ""
+    rate = "" if line["tokens_per_s"] is None else f"  {line['tokens_per_s']} tokens/s"
+    return (
+        f"step {line['step']}/{steps}  loss {line['loss']:.4f}{held_out}"
+        f"  grad norm {line['grad_norm']:.3f}  lr {line['lr']:.2e}{rate}"
+    )

@@ -1,0 +1,154 @@
+"""One node of a running job: its workers, its lease, its letters, and the leader where it is here.
+
+`look` is one turn of the agent's loop. A lost control store shows as RuntimeError.
+"""
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
+
+from ntp.plan import make_plan
+from ntp.protocol import GENERATION, Generation
+from ntp_launcher.control_store import Address, connect
+from ntp_launcher.crew import Crew, Recipe, probe_command
+from ntp_launcher.environment import Rendezvous, worker_environment
+from ntp_launcher.events import AgentLost, End, Start
+from ntp_launcher.flags import Nodes
+from ntp_launcher.job import Job
+from ntp_launcher.leader import Leader
+from ntp_launcher.lease import Lease
+from ntp_launcher.mail import END, Inbox, Outbox, Post, lease_key, left_key, peek, read_json
+from ntp_launcher.placement import block_size
+
+_REPORTER_S = 0.5  # between looks at whose output is to be shown
+
+
+class Node:
+    """This node from the start of its workers to the end of the job.
+
+    Args:
+        post: which node, and which of its agents.
+        started: ranks to start at once; a late agent is told by the leader.
+        log_dir: the output of every rank goes to a directory of its own there.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        nodes: Nodes,
+        run_dir: Path,
+        post: Post,
+        address: Address,
+        rendezvous: Rendezvous,
+        started: Sequence[int],
+        log_dir: Path,
+    ) -> None:
+        self._job, self._nodes, self._run_dir, self._post = job, nodes, run_dir, post
+        self._rendezvous = rendezvous
+        self._size = block_size(job.config.parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
+        self._store: Store = connect(address)
+        self._inbox, self._outbox = Inbox(self._store, "order", post), Outbox(self._store, "event", post)
+        self._reporter, self._reporter_at = job.plan.reporter, time.monotonic()
+        self._leader = self._lead() if post == Post(0, 0) else None
+        self.crew = Crew(self._recipe(log_dir))
+        for rank in started:
+            self.crew.obey(Start(rank, 0))
+        seconds = job.config.elastic.lease_s if nodes.nnodes > 1 else math.inf
+        self._lease = Lease(connect(address), lease_key(post), seconds, self.crew.pulse, self.crew.fence)
+
+    @property
+    def is_fenced(self) -> bool:
+        """The lease has run out and the workers have been killed."""
+        return self._lease.is_lost
+
+    def look(self) -> End | None:
+        """Tells what has happened here, does what is ordered; the end of the job when it has come."""
+        for news in self.crew.news():
+            self._outbox.send(news)
+        if self._leader is not None:
+            self._leader.poll()
+        for order in self._inbox.take():
+            self.crew.obey(order)
+        end = read_json(self._store, END)
+        if end is not None:
+            self._store.set(left_key(self._post), "")
+            return End(**end)
+        self._show_reporter()
+        return None
+
+    def resign(self, signal_number: int, grace_s: float, reason: str, code: int) -> None:
+        """Stops the workers and leaves the job: it goes on elsewhere, or ends where the leader is here."""
+        if self._leader is not None:
+            with contextlib.suppress(RuntimeError):
+                self._leader.end(code, f"node {self._post.node}: {reason}")
+                self._store.set(left_key(self._post), "")
+        self.crew.stop(signal_number, grace_s)
+        if self._leader is None:
+            with contextlib.suppress(RuntimeError):
+                self._outbox.send(AgentLost(self._post.node, self._post.session, reason))
+
+    def leave(self, timeout_s: float) -> None:
+        """After the end: the leader leaves last, in case that the store is in its process."""
+        self._lease.close()
+        if self._leader is not None:
+            with contextlib.suppress(RuntimeError):
+                self._leader.farewell(timeout_s)
+
+    def _lead(self) -> Leader:
+        world = self._job.config.parallel.world_size
+        homes = {rank: rank // self._size for rank in range(world)}
+        resumes = bool(self._environ(self._job.plan.reporter, 0)["NTP_RESUME"])
+        return Leader(self._job, self._run_dir, self._store, self._post.node, homes, resumes, _say)
+
+    def _recipe(self, log_dir: Path) -> Recipe:
+        elastic = self._job.config.elastic
+        probe = elastic.probe
+        if probe == "auto":
+            probe = probe_command(self._job.config.train.device)
+        return Recipe(
+            module=self._job.worker_module,
+            environ=self._environ,
+            log_dir=log_dir,
+            streams=self._streams,
+            prefix=bool(self._nodes.tee),
+            probe=probe or (),
+            probe_timeout_s=elastic.probe_timeout_s,
+        )
+
+    def _environ(self, rank: int, incarnation: int) -> dict[str, str]:
+        local = rank - self._post.node * self._size
+        return worker_environment(self._job, self._run_dir, rank, local, self._rendezvous, incarnation)
+
+    def _streams(self, rank: int) -> int:
+        """What of a rank's output goes to the terminal, as `--tee` asks; else all of the reporter's."""
+        tee = self._nodes.tee
+        if tee is None:
+            return 3 if rank == self._reporter else 0
+        return tee.get(rank - self._post.node * self._size, tee.get(-1, 0))
+
+    def _show_reporter(self) -> None:
+        """Follows the reporter when it changes."""
+        if self._nodes.tee is not None or time.monotonic() - self._reporter_at < _REPORTER_S:
+            return
+        self._reporter_at = time.monotonic()
+        text = peek(self._store, GENERATION)
+        if text is not None:
+            reporter = make_plan(self._job.config, Generation.from_json(text).failed).reporter
+            if reporter != self._reporter:
+                self._reporter = reporter
+                self.crew.show(reporter, 3)
+
+
+def _say(line: str, is_warning: bool) -> None:
+    """A line on the terminal: results on stdout, what went wrong on stderr."""
+    if is_warning:
+        sys.stderr.write(f"ntp-launch: {line}\n")
+        sys.stderr.flush()
+    else:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
