@@ -1,6 +1,7 @@
 """A checkpoint outlives its mesh: what was saved on one is loaded on any other, element for element."""
 
 import dataclasses
+import time
 
 import hypothesis
 import pytest
@@ -124,8 +125,7 @@ class Filled:
     def __init__(self, member, config):
         specs = parameter_specs(config.model)
         weights = make_weights(specs, member.plan, member.rank)
-        device = torch.device("cpu")
-        _, self.optimizer = wrap(config, specs, weights, member.plan, member.mesh, device)
+        _, self.optimizer = wrap(specs, weights, member.plan, member.mesh, config.optimizer)
 
     def fill(self):
         for number, shard in enumerate(self.shards()):
@@ -196,9 +196,10 @@ def test_training_does_not_wait_for_the_disk(data, whole, tmp_path, monkeypatch)
     events = []
     real = Saver._publish
 
-    def slow(self, job, shapes, written):
+    def slow(self, job, *rest):
+        time.sleep(0.3)
         events.append(("written", job.step))
-        real(self, job, shapes, written)
+        real(self, job, *rest)
 
     monkeypatch.setattr(Saver, "_publish", slow)
     run = train(saving_config(every=1), data, tmp_path)

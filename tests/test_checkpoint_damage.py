@@ -128,11 +128,11 @@ def test_a_lost_latest_costs_nothing(data, copy):
 
 
 def test_what_a_killed_save_left_is_named_and_not_used(data, saved, copy):
-    newest(copy).rename(newest(copy).with_suffix(".tmp"))
+    left = newest(copy).rename(copy / "checkpoints" / "step-00000004.0a1b2c3d.tmp")
     run = train(saving_config(parallel=TP3), data, copy, resume="auto")
     assert run.hashes == saved[1].hashes
-    assert any("step-00000004.tmp" in line for line in run.said)
-    assert not newest(copy).with_suffix(".tmp").exists()
+    assert any(left.name in line for line in run.said)
+    assert not left.exists()
 
 
 # ---- a save that fails
@@ -191,9 +191,9 @@ def test_a_read_only_directory_is_one_clear_error_and_nothing_is_lost(data, tmp_
         assert reports_of(config, data, directory, steps=(1,))[0][0].error is None
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
         reports = reports_of(config, data, directory, steps=(2,))
-        assert {rank[0].error for rank in reports.values()} == {
-            "rank 0: Read-only file system (step-00000002.tmp)"
-        }
+        errors = {rank[0].error for rank in reports.values()}
+        assert len(errors) == 1
+        assert re.fullmatch(r"rank 0: Read-only file system \(step-00000002.*\)", errors.pop())
         assert CheckpointStore(directory).steps() == [1]
 
 
@@ -201,7 +201,7 @@ def test_a_writer_that_dies_is_one_clear_error_and_training_goes_on(data, saved,
     from ntp.checkpoint import save
 
     def broken(path, shards):
-        if path.name == "pieces-00001.safetensors" and "step-00000002" in str(path):
+        if path.name == "pieces-00001.safetensors" and "step-00000002" in path.parent.name:
             raise MemoryError("no host memory")
         return real(path, shards)
 
