@@ -1,7 +1,9 @@
 """`ntp-launch CONFIG.yaml`: plan a job on the GPUs that are there, and run it.
 
-Exit codes: 0 the run is complete; 1 a worker failed; 2 bad input, nothing was started; 128 + n stopped by
-signal n. Whatever goes wrong is said in one line on stderr.
+Exit codes: 0 the run is complete; 1 a worker failed by its own error (or at all, where losses are not
+survived); 2 bad input, nothing was started; 3 what is left after a loss cannot go on; 4 one loss after
+another without a committed step; 5 the control store is lost; 128 + n stopped by signal n. What goes wrong is
+said on stderr, the reason of the end in its last line.
 """
 
 import argparse
