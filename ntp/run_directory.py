@@ -65,6 +65,10 @@ class Metrics:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
+    def close(self) -> None:
+        """Give the file up."""
+        self._file.close()
+
 
 def read_lines(path: Path) -> list[str]:
     """The whole lines of a file, each with its end; a last one that was cut off is left out."""

@@ -124,6 +124,7 @@ class Leader:
 
     def farewell(self, timeout_s: float) -> None:
         """Waits until every agent has seen the end: the store may go with this process."""
+        self._ledger.close()
         keys = [left_key(self._agents[node].post) for node in self._state.sessions]
         deadline = time.monotonic() + timeout_s
         while not self._store.check(keys) and time.monotonic() < deadline:

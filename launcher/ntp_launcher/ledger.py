@@ -118,6 +118,11 @@ class Ledger:
         if "weights_sha256" in summary:
             self._say(f"weights_sha256 {summary['weights_sha256']}")
 
+    def close(self) -> None:
+        """Gives the file up."""
+        if self._metrics is not None:
+            self._metrics.close()
+
     def _begin(self) -> None:
         """Opens the file, as soon as it is known which of its lines are of earlier runs."""
         started = peek(self._store, STARTED)
