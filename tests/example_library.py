@@ -1,9 +1,8 @@
 """A model and a training loop of one's own: a classifier with squared ReLUs, on a mesh that has lost a rank.
 
-    python -m tests.example_library
-
-The model says how each parameter is cut into units. Activations must not depend on how many units are in a
-call: correctly rounded arithmetic as here, or `ntp.ops`. Weights are no autograd leaves, so the input is one.
+`python -m tests.example_library` runs it on a healthy mesh and without rank 3. The model says how each
+parameter is cut into units. Activations must not depend on how many units are in a call: correctly rounded
+arithmetic as here, or `ntp.ops`. Weights are no autograd leaves, so the input is one.
 """
 
 import torch
@@ -19,7 +18,7 @@ from ntp.trainer import make_weights, wrap
 from ntp.units import UnitKind
 
 FEATURES, WIDTH, BLOCK, CLASSES, CLASS_BLOCK = 64, 200, 32, 40, 16
-EXAMPLES, MICROBATCHES, STEPS = 48, 6, 12
+EXAMPLES, MICROBATCHES, STEPS = 48, 4, 8
 UNITS = {UnitKind.FFN: -(-WIDTH // BLOCK), UnitKind.VOCAB: -(-CLASSES // CLASS_BLOCK)}
 
 

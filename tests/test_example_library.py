@@ -11,7 +11,7 @@ from tests import example_library
 def test_a_users_model_and_loop_compute_the_same_bits_with_failed_ranks():
     torch.set_num_threads(1)
     loss, digest = example_library.run(set())
-    assert loss < 0.5 * math.log(example_library.CLASSES), "it learns"
+    assert loss < 0.6 * math.log(example_library.CLASSES), "it learns"
     assert example_library.run({3}) == (loss, digest)
     assert example_library.run({1, 4, 5, 6}) == (loss, digest)
     assert len(digest) == 64
