@@ -24,7 +24,7 @@ from ntp.config import Config
 from ntp.control import Control
 from ntp.data import Datasets
 from ntp.plan import Plan, make_plan
-from ntp.protocol import FINISHED, Generation, Phase, RecoveryTimes, metrics_key, recovery_key
+from ntp.protocol import FINISHED, STARTED, Generation, Phase, RecoveryTimes, metrics_key, recovery_key
 from ntp.recovery import StateLostError, agree, carry
 from ntp.run_directory import metrics_line, summary
 from ntp.trainer import StepResult, Trainer, Watch
@@ -183,6 +183,8 @@ class _Era:
         if trainer is not None:
             assert self._checkpoints is not None
             trainer.committed = self._checkpoints.start(trainer, resume, strict)
+            if self._reports:
+                self._control.put(STARTED, str(trainer.committed))
         kept[:] = [] if trainer is None else [trainer]
 
     def _make(self, initialise: bool = False) -> Trainer | None:
