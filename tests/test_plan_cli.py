@@ -94,6 +94,12 @@ BAD_STUDIES = [
     ({"cluster": {"gpus": 0, "domain_size": 8}}, ["line 2", "cluster.gpus", "0"]),
     ({"cluster": {"gpus": 32, "domain_sise": 8}}, ["line 3", "domain_sise", "domain_size"]),
     ({"cluster": {"gpus": "many", "domain_size": 8}}, ["line 2", "many"]),
+    ({"cluster": {"gpus": 1 << 30, "domain_size": 8}}, ["line 2", "1073741824 is over"]),
+    ({"cluster": {"gpus": 32, "domain_size": 8, "spare_domains": 5}}, ["cluster", "5 spare domains"]),
+    (
+        {"failures": {"kinds": [{"name": "a", "per_gpu_hour": 1e9, "repair_hours": [1]}]}},
+        ["failures.kinds.0.per_gpu_hour", "outages"],
+    ),
     ({"job": job(pp=8)}, ["cluster.gpus", "pp 8"]),
     ({"job": job(dp=1, pp=8)}, ["job.pp", "8 stages for 4 layers"]),
     (

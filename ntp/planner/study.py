@@ -28,6 +28,9 @@ from ntp.config import (
 from ntp.errors import ConfigError, NtpError, PlanError
 from ntp.plan import make_plan
 
+_MOST_GPUS = 1 << 22
+_MOST_OUTAGES = 1e7  # of one history: about a gigabyte of intervals, and far from any cluster that trains
+
 NotNegative = Annotated[float, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, max_length=40)]
 FilePath = Annotated[str, Field(min_length=1)]
@@ -252,7 +255,8 @@ def _check(study: Study, source: str) -> None:
 
     def refuse(keys: Sequence[str | int], message: str) -> NoReturn:
         line = yaml_text.line_of(source, keys)
-        raise StudyError(f"line {line}: {'.'.join(str(key) for key in keys)}: {message}")
+        where = f"line {line}: " * (line > 0)
+        raise StudyError(f"{where}{'.'.join(str(key) for key in keys)}: {message}")
 
     cluster, job = study.cluster, study.job
     size, tp = cluster.domain_size, job.tp
@@ -260,6 +264,8 @@ def _check(study: Study, source: str) -> None:
         refuse(("cluster", "gpus"), f"{cluster.gpus} is not a multiple of domain_size {size}")
     if size % tp:
         refuse(("job", "tp"), f"{tp} does not divide cluster.domain_size {size}: a domain holds whole groups")
+    if cluster.gpus > _MOST_GPUS:
+        refuse(("cluster", "gpus"), f"{cluster.gpus} is over {_MOST_GPUS}, the most that is simulated")
     if job.dp * tp * job.pp != cluster.gpus:
         product = f"dp {job.dp} x tp {tp} x pp {job.pp} = {job.dp * tp * job.pp}"
         refuse(("cluster", "gpus"), f"{cluster.gpus} GPUs, but the job has {product}")
@@ -276,12 +282,17 @@ def _check(study: Study, source: str) -> None:
     if plan.groups < job.dp or (job.batch_rule == "shrink" and plan.groups % job.dp):
         refuse(("job", "batch", "global_batch"), f"{plan.groups} gradient groups for dp {job.dp} replicas")
     for index, kind in enumerate(study.failures.kinds):
+        where = ("failures", "kinds", index)
         if size % kind.blast_radius:
-            where = ("failures", "kinds", index, "blast_radius")
-            refuse(where, f"{kind.blast_radius} does not divide domain_size {size}")
+            refuse((*where, "blast_radius"), f"{kind.blast_radius} does not divide domain_size {size}")
+        expected = kind.per_gpu_hour * cluster.gpus * study.simulation.days * 24 * kind.blast_radius
+        if expected > _MOST_OUTAGES:
+            refuse((*where, "per_gpu_hour"), f"{kind.per_gpu_hour:g} means {expected:.2g} outages, too many")
     if study.sweep and size % study.sweep.blast_radius:
         refuse(("sweep", "blast_radius"), f"{study.sweep.blast_radius} does not divide domain_size {size}")
     _check_policies(study, refuse)
+    if study.most_spares > cluster.gpus // size:
+        refuse(("cluster",), f"{study.most_spares} spare domains for a job of {cluster.gpus // size} domains")
 
 
 def _check_policies(study: Study, refuse: Callable[[Sequence[str | int], str], NoReturn]) -> None:
