@@ -1,21 +1,23 @@
 """The contraction that sharding cuts, as integers: any cut, any order of summation, the same bits.
 
-`cut_matmul` gives int32 partial sums of a [M, U, R] times w [U, R, D] on a grid that all ranks share; the caller adds
-them over ranks with an integer SUM, `finish` turns the total into floats. Scales: `cut_scale.py`.
+`cut_matmul` gives int32 partial sums of a [M, U, R] times w [U, R, D] on a grid that all ranks share; the
+caller adds them over ranks with an integer SUM, `finish` turns the total into floats. Scales: `cut_scale.py`.
 
-Biased chains. Element (i, j) of the tensor core's accumulator starts at 1.5 * 2^E, where the scales promise that every
-partial sum inside a segment stays below 2^(E-1). The accumulator keeps its exponent, the hardware's truncation becomes
-a floor to the grid 2^(E-23), and each k16 group adds an integer that depends on nothing else. The mantissa is the exact
-sum of these integers, wherever the shard began. It rests on undocumented behaviour (`integer_model.py`), which
-`selftest.py` proves at start-up; where it fails use form `leaf`: fp32 sums per unit, rounded to the same grid.
+Biased chains. Element (i, j) of the tensor core's accumulator starts at 1.5 * 2^E, where the scales promise
+that every partial sum inside a segment stays below 2^(E-1). The accumulator keeps its exponent, the
+hardware's truncation becomes a floor to the grid 2^(E-23), and each k16 group adds an integer that depends on
+nothing else. The mantissa is the exact sum of these integers, wherever the shard began. It rests on
+undocumented behaviour (`integer_model.py`), which `selftest.py` proves at start-up; where it fails use form
+`leaf`: fp32 sums per unit, rounded to the same grid.
 
-Segments bound the error, not the chain. A short segment gives a fine grid; a chain that has run through several
-segments still holds the exact integer as long as it has not strayed too far, so it is only looked at where a segment
-ends and in the rare case redone piece by piece. Restarting it at every segment, the obvious way, cost 18 % (H100,
-8192x4096x14336, 2026-11-28: 605 TFLOP/s with integer adds against 686 with seven looks and 733 for cuBLAS fp32-out).
+Segments bound the error, not the chain. A short segment gives a fine grid; a chain that has run through
+several segments still holds the exact integer as long as it has not strayed too far, so it is only looked at
+where a segment ends and in the rare case redone piece by piece. Restarting it at every segment, the obvious
+way, cost 18 % (H100, 8192x4096x14336, 2026-11-28: 605 TFLOP/s with integer adds against 686 with seven looks
+and 733 for cuBLAS fp32-out).
 
-The floor loses 3/8 of a unit per group on average. A shard adds c(end) - c(begin), c(k) = floor(3 k / 128), which
-telescopes to the same total for every cut.
+The floor loses 3/8 of a unit per group on average. A shard adds c(end) - c(begin), c(k) = floor(3 k / 128),
+which telescopes to the same total for every cut.
 """
 
 from dataclasses import replace
@@ -53,6 +55,7 @@ __all__ = [
 
 Form = Literal["chain", "leaf"]
 
+
 def cut_matmul(
     a: torch.Tensor,
     w: torch.Tensor,
@@ -66,13 +69,15 @@ def cut_matmul(
 ) -> torch.Tensor:
     """Return i32 [M, D], to be combined over ranks by SUM: the local share of a [M, U, R] times w [U, R, D].
 
-    bf16 operands, contiguous, R and D multiples of 16. row, column: from `row_scale` and `column_scale`, or int32 from
-    `row_exponent` and `column_exponent`, over all `total_units` units; `first_unit`: global id of the first local one.
-    Rows and columns whose scale is NaN or beyond float32 hold no meaning. `tile` overrides the tuned one.
+    bf16 operands, contiguous, R and D multiples of 16. row, column: from `row_scale` and `column_scale`, or
+    int32 from `row_exponent` and `column_exponent`, over all `total_units` units; `first_unit`: global id of
+    the first local one. Rows and columns whose scale is NaN or beyond float32 hold no meaning. `tile`
+    overrides the tuned one.
     """
     m, units, rows = a.shape
     assert w.shape[:2] == (units, rows)
-    assert rows % 16 == 0 and w.shape[2] % 16 == 0 and first_unit + units <= total_units
+    assert rows % 16 == w.shape[2] % 16 == 0
+    assert first_unit + units <= total_units
     row, scales = as_rows(row), (as_rows(row).bound, as_columns(column))
     out = a.new_empty(m, w.shape[2], dtype=torch.int32)
     flat_a, flat_w = a.view(m, units * rows), w.view(units * rows, w.shape[2])
@@ -116,7 +121,7 @@ def _chain(
 
 
 def _pieces(units: int, rows: int, first_unit: int, per_segment: int) -> tuple[int, int, int]:
-    """End of the first piece, length of the others and their number, for a shard of `units` from `first_unit`."""
+    """End of the first piece, length of the others and their number, for `units` from `first_unit`."""
     first = min(units, per_segment - first_unit % per_segment)
     return first * rows, per_segment * rows, 1 + -(-(units - first) // per_segment)
 

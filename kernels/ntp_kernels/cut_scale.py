@@ -1,20 +1,25 @@
 """Scales of a cut contraction: how large a partial sum can get, and the way back from its integers.
 
-Legend: M tokens, D hidden size, U local units, R rows per unit; a block is 32 rows of a unit (16 where 32 do not divide).
+Legend: M tokens, D hidden size, U local units, R rows per unit; a block is 32 rows of a unit (16 where 32 do
+not divide).
 
-Inside a segment s, |partial sum| <= sum over its blocks |a_i,block| |b_j,block| <= (sum_s |a_i,block|) max |b_j,block|:
-2-norms inside a block, so that random signs count; their sum over blocks and the largest block outside, so that an
-outlier of 300 weighs as much as it must and no more (a 2-norm over the whole segment would triple it). The row's side
-is `row_norms` f32 [U, M], one number per unit: the caller gathers it over ranks along the first dimension, in unit
-order, and `row_scale` adds the units of each segment in one fixed tree. That is 4 M U bytes in all, 3 % of the integers
-that follow for a Llama-3-8B FFN. The column's side `column_scale` f32 [D] combines over ranks by MAX.
+Inside a segment s, |partial sum| <= sum over its blocks |a_i,block| |b_j,block| <= (sum_s |a_i,block|) max
+|b_j,block|: 2-norms inside a block, so that random signs count; their sum over blocks and the largest block
+outside, so that an outlier of 300 weighs as much as it must and no more (a 2-norm over the whole segment
+would triple it). The row's side is `row_norms` f32 [U, M], one number per unit: the caller gathers it over
+ranks along the first dimension, in unit order, and `row_scale` adds the units of each segment in one fixed
+tree. That is 4 M U bytes in all, 3 % of the integers that follow for a Llama-3-8B FFN. The column's side
+`column_scale` f32 [D] combines over ranks by MAX.
 
-`row_exponent` and `column_exponent`, int32 [M] and [D], both combine by MAX: they bound a segment by its largest unit,
-which costs accuracy where one unit holds an outlier.
+`row_exponent` and `column_exponent`, int32 [M] and [D], both combine by MAX: they bound a segment by its
+largest unit, which costs accuracy where one unit holds an outlier.
 
-Everything keeps NaN and infinity: a row or column that holds one has the norm NaN and finishes as NaN. A norm beyond
-float32 is infinite and finishes as infinity, a zero norm as exact zeros.
+Everything keeps NaN and infinity: a row or column that holds one has the norm NaN and finishes as NaN. A norm
+beyond float32 is infinite and finishes as infinity, a zero norm as exact zeros.
 """
+# Triton's signatures do not describe what a jitted function accepts.
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
 
@@ -27,8 +32,8 @@ SEGMENT = 2048
 LONG_CONTRACTION = 65536
 """Beyond it segments are half as long: they must leave more room for drift. Part of the numerics."""
 DRIFT = 4.0
-"""How far a chain may drift before it is redone, over the bound of a random walk; in practice 5 standard deviations,
-since the bound takes the largest block of a column for all. Part of the numerics."""
+"""How far a chain may drift before it is redone, over the bound of a random walk; in practice 5 standard
+deviations, since the bound takes the largest block of a column for all. Part of the numerics."""
 LEAST_ALLOWANCE = 0.25
 """Of several segments: room for outliers, which drift further than a random walk. Part of the numerics."""
 SLACK = 1.0006
@@ -46,11 +51,11 @@ def segment_units(total_units: int, unit_rows: int) -> int:
 
 
 class RowScale(NamedTuple):
-    """Scale of the rows of `a`: bound f32 [M], which leaves room for drift, and that room, the window i32 [M].
+    """Scale of the rows of `a`: bound f32 [M], which leaves room for drift, and that room, window i32 [M].
 
-    A chain may stray from its start by `window` units where a segment ends, and the next segment still cannot carry it
-    out of its exponent. A sum of K products drifts like a random walk, by DRIFT / sqrt(K) of the bound of the whole
-    contraction: for a Gaussian row of 14336, 0.25 of a segment's bound.
+    A chain may stray from its start by `window` units where a segment ends, and the next segment still cannot
+    carry it out of its exponent. A sum of K products drifts like a random walk, by DRIFT / sqrt(K) of the
+    bound of the whole contraction: for a Gaussian row of 14336, 0.25 of a segment's bound.
     """
 
     bound: torch.Tensor
@@ -58,7 +63,7 @@ class RowScale(NamedTuple):
 
 
 def row_norms(a: torch.Tensor) -> torch.Tensor:
-    """Return f32 [U, M]: the sum over blocks of the 2-norms of every row of a [M, U, R]; NaN for NaN or infinity.
+    """Return f32 [U, M]: the sum over blocks of 2-norms in every row of a [M, U, R]; NaN for NaN, infinity.
 
     Order: a tree inside a block, a tree over the blocks of a unit.
     """
@@ -91,7 +96,7 @@ def row_scale(norms: torch.Tensor, unit_rows: int) -> RowScale:
 
 
 def column_scale(w: torch.Tensor) -> torch.Tensor:
-    """Return f32 [D], for MAX over ranks: the largest norm of a block in every column of w [U, R, D]; NaN as above.
+    """Return f32 [D], for MAX over ranks: the largest block norm in every column of w [U, R, D]; NaN alike.
 
     Order: a tree inside a block; a maximum has none.
     """
@@ -104,13 +109,13 @@ def column_scale(w: torch.Tensor) -> torch.Tensor:
 
 
 def row_exponent(a: torch.Tensor) -> torch.Tensor:
-    """Return i32 [M] for MAX over ranks: 2^e exceeds the bound that any cut of the units of a [M, U, R] gives."""
+    """Return i32 [M] for MAX over ranks: 2^e exceeds the bound of any cut of the units of a [M, U, R]."""
     factor = SLACK * 2 * segment_units(1, a.shape[2])  # an allowance of 1
     return _exponent(row_norms(a).amax(0).mul_(factor))
 
 
 def column_exponent(w: torch.Tensor) -> torch.Tensor:
-    """Return i32 [D] for MAX over ranks: 2^e exceeds the scale that any cut of the units of w [U, R, D] gives."""
+    """Return i32 [D] for MAX over ranks: 2^e exceeds the scale of any cut of the units of w [U, R, D]."""
     return _exponent(column_scale(w))
 
 

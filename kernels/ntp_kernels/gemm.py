@@ -2,12 +2,15 @@
 
 Legend: M tokens, D hidden size, U local units, R rows per unit.
 
-`linear` contracts D, which no mesh cuts; `linear_wgrad` contracts the tokens; `cut_matmul` contracts the units, which
-tensor parallelism cuts, in integers (`cut.py`). Invariant: an output element depends on its row and column alone, as
-one chain of k16 steps in ascending k, never on M, U, the tile or the card's size.
+`linear` contracts D, which no mesh cuts; `linear_wgrad` contracts the tokens; `cut_matmul` contracts the
+units, which tensor parallelism cuts, in integers (`cut.py`). Invariant: an output element depends on its row
+and column alone, as one chain of k16 steps in ascending k, never on M, U, the tile or the card's size.
 
 Left out: float32 operands (the CPU twins have them), shapes whose D or R is no multiple of 16.
 """
+# Triton's signatures do not describe what a jitted function accepts.
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 from dataclasses import replace
 
@@ -53,13 +56,15 @@ def linear(
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return y [M, U, R] = x [M, D] times w [U, R, D] transposed, plus bias [U, R], rounded once to `out_dtype`.
+    """Return y [M, U, R] = x [M, D] times w [U, R, D] transposed, plus bias [U, R], rounded once.
 
     `tile` overrides the tuned one; it moves no bits.
     """
     m, d = x.shape
     units, rows = w.shape[:2]
-    assert w.shape[2] == d and x.is_contiguous() and w.is_contiguous()
+    assert w.shape[2] == d
+    assert x.is_contiguous()
+    assert w.is_contiguous()
     out = x.new_empty(m, units * rows, dtype=out_dtype)
     flat = w.view(units * rows, d)
     tile = tile or _tile("linear", out, d)
@@ -80,8 +85,9 @@ def linear_wgrad(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, tile: 
     Order: all tokens in one fp32 chain, then one addition. `tile` overrides the tuned one; it moves no bits.
     """
     m, units, rows = dy.shape
-    assert out.dtype == torch.float32 and out.shape == (units, rows, x.shape[1])
-    assert dy.is_contiguous() and x.is_contiguous() and out.is_contiguous()
+    assert out.dtype == torch.float32
+    assert out.shape == (units, rows, x.shape[1])
+    assert all(tensor.is_contiguous() for tensor in (dy, x, out))
     flat_dy, flat_out = dy.view(m, units * rows), out.view(units * rows, x.shape[1])
     tile = tile or _tile("wgrad", flat_out, m)
     if tile.kernel == "plain":

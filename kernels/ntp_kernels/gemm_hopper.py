@@ -1,22 +1,31 @@
 """The GEMM for Hopper: one warp-specialised kernel, three epilogues.
 
-A program keeps one producer warp and two consumer warpgroups. The producer feeds a ring of shared-memory stages by TMA
-and runs ahead over tile borders; the consumers multiply with `wgmma` and write out. In `hopper` tiles each consumer has half
-of the rows and the two epilogues overlap with little else; in `pingpong` tiles, half as large, the consumers take turns,
-so that one's epilogue hides behind the other's products, at the price of more traffic from L2.
+A program keeps one producer warp and two consumer warpgroups. The producer feeds a ring of shared-memory
+stages by TMA and runs ahead over tile borders; the consumers multiply with `wgmma` and write out. In `hopper`
+tiles each consumer has half of the rows and the two epilogues overlap with little else; in `pingpong` tiles,
+half as large, the consumers take turns, so that one's epilogue hides behind the other's products, at the
+price of more traffic from L2.
 
-Invariant: every output element is one chain of k16 steps in ascending k, started from a value that depends on the
-element alone. Tile, stages and grid therefore move no bits (`tests/kernels/test_gemm_gpu.py`), and the plain kernels in
-`gemm_plain.py` give the same ones.
+Invariant: every output element is one chain of k16 steps in ascending k, started from a value that depends on
+the element alone. Tile, stages and grid therefore move no bits (`tests/kernels/test_gemm_gpu.py`), and the
+plain kernels in `gemm_plain.py` give the same ones.
 
-Epilogues: `store` rounds to the output's dtype; `add` adds to an fp32 output (one IEEE addition per element); `chain`
-starts the accumulator at 1.5 * 2^E and stores its integer (see `cut.py`). A chain of several pieces records the rows
-whose integer left its window at a piece's end: the consumer never stops for it, and `cut.py` redoes the rare rows.
+Epilogues: `store` rounds to the output's dtype; `add` adds to an fp32 output (one IEEE addition per element);
+`chain` starts the accumulator at 1.5 * 2^E and stores its integer (see `cut.py`). A chain of several pieces
+records the rows whose integer left its window at a piece's end: the consumer never stops for it, and `cut.py`
+redoes the rare rows.
 
-Written in Gluon, because Triton's own pipeliner overlaps no epilogue with another tile's loop (measured on an H100,
-2026-11-28, 8192x4096xK, int32 out, TFLOP/s, cuBLAS fp32-out / this / plain: K=3584 755 / 739 / 722, K=4096 in two
-pieces 752 / 720 / 666). Left out: clusters with multicast, which Gluon 3.6 does not offer on Hopper.
+Written in Gluon, because Triton's own pipeliner overlaps no epilogue with another tile's loop (measured on an
+H100, 2026-11-28, 8192x4096xK, int32 out, TFLOP/s, cuBLAS fp32-out / this / plain: K=3584 755 / 739 / 722,
+K=4096 in two pieces 752 / 720 / 666). Left out: clusters with multicast, which Gluon 3.6 does not offer on
+Hopper.
 """
+# Triton's signatures do not describe what a jitted function accepts.
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportFunctionMemberAccess=false
+# ruff: noqa: RET505, RUF005, SIM108 - Gluon needs constexpr branches spelled out
 
 from functools import lru_cache
 
@@ -45,7 +54,7 @@ _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.in
 
 @gluon.jit
 def _tile_of(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
-    """Row and column of a tile: GROUP tile rows at a time, so that neighbours share their operands in L2."""
+    """Row and column of a tile: GROUP tile rows at a time, for neighbours to share operands in L2."""
     per_group = GROUP * tiles_n
     first = tile // per_group * GROUP
     size = min(tiles_m - first, GROUP)
@@ -64,7 +73,7 @@ def _chunks(x, COUNT: gl.constexpr):
 
 @gluon.jit
 def _window(pointer, like, m, n, M, N):
-    """Pointers and bounds of the block of `pointer` [M, N] at (m, n) that has the shape and layout of `like`."""
+    """Pointers and bounds of the block of `pointer` [M, N] at (m, n), in shape and layout like `like`."""
     layout: gl.constexpr = like.type.layout
     rows = m + gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
     columns = n + gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, layout))
@@ -96,7 +105,7 @@ def _produce(
     A_T: gl.constexpr, B_T: gl.constexpr, SHARERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring, tile after tile. A stage holds a block of `a` for each sharer of the tile and one of `b`."""
+    """Fill the ring, tile after tile. A stage: a block of `a` for each sharer of the tile and one of `b`."""
     tiles_m = gl.cdiv(M, SHARERS * ROWS)
     tiles_n = gl.cdiv(N, COLUMNS)
     step = 0
@@ -167,13 +176,14 @@ def _send(c_desc, buffers, chunk, m, n, SLOT: gl.constexpr, BUFFERS: gl.constexp
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
+    HALF: gl.constexpr, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+    a_ring, b_ring, buffers, ready, empty, turns,
     M, N, K, first, length, pieces, origin,
     A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SHARERS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply and write this consumer's part: half the rows of every tile (SHARERS 2), or every other tile (1)."""
+    """Multiply and write half the rows of every tile (SHARERS 2), or every other tile (SHARERS 1)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
@@ -202,7 +212,7 @@ def _consume(
         else:
             accumulator = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
         if SHARERS == 1:
-            # Also what makes the parity of `ready` unambiguous: the other consumer has seen every earlier stage.
+            # This also makes the parity of `ready` unambiguous: the other consumer saw every earlier stage.
             mbarrier.wait(turns.index(HALF), (turn & 1) ^ (1 - HALF))
             turn += 1
         if PIECES:
@@ -217,7 +227,7 @@ def _consume(
                     accumulator, step, begin, end, a_ring, b_ring, ready, empty, turns,
                     False, HALF, A_T, B_T, SHARERS, DEPTH, STAGES,
                 )  # fmt: skip
-                # (integer + window) * 2^9, unsigned: two instructions per element, or the look would cost 2 %.
+                # (integer + window) * 2^9, unsigned: two instructions per element keep the look cheap.
                 drift = (accumulator.to(gl.int32, bitcast=True) << 9) + shift
                 worst = gl.maximum(worst, gl.max(drift.to(gl.uint32, bitcast=True), 1))
             begin = max(first + (pieces - 2) * length, 0)
@@ -228,7 +238,7 @@ def _consume(
         if EPILOGUE == "add":
             like = _chunks(accumulator, SPLIT)[0]
             pointers, inside = _window(c_ptr, like, m, n, M, N)
-            current = gl.load(pointers, mask=inside, other=0.0)
+            current = gl.load(pointers, mask=inside, other=0.0)  # its latency hides behind the products
         accumulator, step = _multiply(
             accumulator, step, begin, K, a_ring, b_ring, ready, empty, turns,
             True, HALF, A_T, B_T, SHARERS, DEPTH, STAGES,
@@ -252,12 +262,16 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["M", "K", "first", "length", "pieces", "origin"])
 def _kernel(
-    a_desc, b_desc, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr, M, N, K, first, length, pieces, origin,
+    a_desc, b_desc, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+    M, N, K, first, length, pieces, origin,
     A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SHARERS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    a_ring = gl.allocate_shared_memory(gl.bfloat16, [SHARERS * STAGES] + a_desc.block_type.shape, a_desc.layout)
+    a_ring = gl.allocate_shared_memory(
+        gl.bfloat16, [SHARERS * STAGES] + a_desc.block_type.shape, a_desc.layout
+    )
     b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + b_desc.block_type.shape, b_desc.layout)
     buffers = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS] + c_desc.block_type.shape, c_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -271,12 +285,14 @@ def _kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                0, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
+                0, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+                a_ring, b_ring, buffers, ready, empty, turns,
                 M, N, K, first, length, pieces, origin,
                 A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
             )),
             (_consume, (
-                1, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr, a_ring, b_ring, buffers, ready, empty, turns,
+                1, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+                a_ring, b_ring, buffers, ready, empty, turns,
                 M, N, K, first, length, pieces, origin,
                 A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
             )),
@@ -296,14 +312,16 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def _descriptor(matrix: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    return TensorDescriptor(matrix, matrix.shape, matrix.stride(), list(block), _layout(block, matrix.dtype))
+    return TensorDescriptor(
+        matrix, list(matrix.shape), list(matrix.stride()), list(block), _layout(block, matrix.dtype)
+    )
 
 
 def _constants(tile: Tile, a_t: bool, b_t: bool, epilogue: str, pieces: bool) -> tuple[object, ...]:
     """The constexpr arguments of `_kernel`, in its order."""
     return (
-        a_t, b_t, epilogue, pieces, _sharers(tile), tile.rows // _sharers(tile), tile.columns, tile.depth, tile.group, tile.stages,
-        tile.split, _BUFFERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS,
+        a_t, b_t, epilogue, pieces, _sharers(tile), tile.rows // _sharers(tile), tile.columns, tile.depth,
+        tile.group, tile.stages, tile.split, _BUFFERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS,
     )  # fmt: skip
 
 
@@ -359,11 +377,11 @@ def multiply(
     origin: int = 0,
     drift: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """out [M, N] = or += a b, with a stored [M, K] ([K, M] if transposed) and b [K, N] ([N, K] if transposed).
+    """out [M, N] = or += a b, with a [M, K], or [K, M] if transposed, and b [K, N], or [N, K] if transposed.
 
-    bf16 operands, contiguous, N a multiple of 16. scales: f32 [M] and [N] of a chain. pieces: end of the first piece,
-    length of the others, their number; several need `drift`: i8 [tile columns, M] to fill with rows that left their
-    window i32 [M] at a piece's end.
+    bf16 operands, contiguous, N a multiple of 16. scales: f32 [M] and [N] of a chain. pieces: end of the
+    first piece, length of the others, their number; several need `drift`: i8 [tile columns, M] to fill with
+    rows that left their window i32 [M] at a piece's end.
     """
     m, n = out.shape
     k = a.shape[0] if a_transposed else a.shape[1]

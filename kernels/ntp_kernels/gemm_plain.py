@@ -1,12 +1,15 @@
 """The GEMMs in plain Triton: persistent programs, TMA descriptors, Triton's own pipeliner.
 
-They run wherever Triton has TMA descriptors, its CPU interpreter included, with every shape and epilogue, and give the
-bits of `gemm_hopper.py`: each output element is one chain of k16 steps in ascending k. Order: tile rows in groups, k
-ascending inside a tile; no atomics, no split of k.
+They run wherever Triton has TMA descriptors, its CPU interpreter included, with every shape and epilogue, and
+give the bits of `gemm_hopper.py`: each output element is one chain of k16 steps in ascending k. Order: tile
+rows in groups, k ascending inside a tile; no atomics, no split of k.
 
-In the interpreter a dot runs in float32 (its bf16 dot is wrong in Triton 3.7 to 3.9); products stay exact, the order
-of the sum does not, so there only exactly representable sums are checked bit for bit.
+In the interpreter a dot runs in float32 (its bf16 dot is wrong in Triton 3.7 to 3.9); products stay exact,
+the order of the sum does not, so there only exactly representable sums are checked bit for bit.
 """
+# Triton's signatures do not describe what a jitted function accepts.
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 from functools import lru_cache
 
@@ -31,9 +34,10 @@ def _tile_of(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 @triton.jit
 def _dot(a, b, accumulator, INTERPRETED: tl.constexpr):
     if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
+        accumulator = tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
     else:
-        return tl.dot(a, b, accumulator)
+        accumulator = tl.dot(a, b, accumulator)
+    return accumulator
 
 
 @triton.jit
@@ -104,8 +108,9 @@ def _cut_block(
 ):  # fmt: skip
     """The integers of the block at (m, n), piece by piece of K: [0, first), then `length` each.
 
-    FORM 0, chains: every piece starts at 1.5 * 2^E. FORM 1, leaves: every piece is a plain fp32 sum, rounded to the
-    same grid. A piece's start is computed, not carried: Triton 3.6 loses a carried lower bound of an inner loop.
+    FORM 0, chains: every piece starts at 1.5 * 2^E. FORM 1, leaves: every piece is a plain fp32 sum, rounded
+    to the same grid. A piece's start is computed, not carried: Triton 3.6 loses a carried lower bound of an
+    inner loop.
     """
     rows = m + tl.arange(0, ROWS)
     columns = n + tl.arange(0, COLUMNS)
@@ -142,8 +147,8 @@ def _cut_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
         _cut_block(
-            a_desc, b_desc, c_desc, row_ptr, column_ptr, tile_m * ROWS, tile_n * COLUMNS, M, N, K, first, length,
-            pieces, origin, ROWS, COLUMNS, DEPTH, SPLIT, FORM, INTERPRETED,
+            a_desc, b_desc, c_desc, row_ptr, column_ptr, tile_m * ROWS, tile_n * COLUMNS, M, N, K,
+            first, length, pieces, origin, ROWS, COLUMNS, DEPTH, SPLIT, FORM, INTERPRETED,
         )  # fmt: skip
 
 
@@ -216,7 +221,8 @@ def cut(
 ) -> None:
     """out i32 [M, N] = integers of a [M, K] b [K, N], less `origin`.
 
-    pieces: end of the first piece, length of the others, their number; the lengths are multiples of `tile.depth`.
+    pieces: end of the first piece, length of the others, their number; the lengths are multiples of
+    `tile.depth`.
     """
     (m, n), k = out.shape, a.shape[1]
     _cut_kernel[_grid(out, tile)](
@@ -237,7 +243,8 @@ def repair(
     strayed: torch.Tensor,
     strayed_columns: int,
 ) -> None:
-    """As `cut` with chains, for the blocks that need it: strayed i8 [N / strayed_columns, M], see `gemm_hopper`."""
+    """As `cut` with chains, for the blocks that need it: strayed i8 [N / strayed_columns, M], see
+    `gemm_hopper`."""
     (m, n), k = out.shape, a.shape[1]
     _repair_kernel[(triton.cdiv(m, tile.rows), 4)](
         *_cut_descriptors(a, b, out, tile), *scales, strayed, m, n, k, *pieces, origin,

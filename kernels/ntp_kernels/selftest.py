@@ -1,17 +1,20 @@
 """What a device must prove before it trains, and the fingerprint that two devices must share.
 
-`cut_form` multiplies small random matrices cut at random places and compares the integers with `integer_model.py`, bit
-for bit. Where they differ, the tensor core does not add as the biased chains need, and the caller has to use the form
-`leaf` (and to say so: the bits are then those of `leaf`). It takes well under a second once the kernels are compiled.
+`cut_form` multiplies small random matrices cut at random places and compares the integers with
+`integer_model.py`, bit for bit. Where they differ, the tensor core does not add as the biased chains need,
+and the caller has to use the form `leaf` (and to say so: the bits are then those of `leaf`). It takes well
+under a second once the kernels are compiled.
 
 `fingerprint` hashes the outputs of fixed probes over all kernels. A kernel module takes part by defining
-`probe(device) -> Iterable[Tensor]`; inputs come from `pattern`, never from a generator that a torch version may change.
+`probe(device) -> Iterable[Tensor]`; inputs come from `pattern`, never from a generator that a torch version
+may change.
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -35,7 +38,7 @@ class Verdict:
 
 
 def cut_form(device: torch.device) -> Verdict:
-    """Return `chain` where every cut of a random product adds up to the integer model's result, else `leaf`."""
+    """Return `chain` where every cut of a random product adds up to the integer model's, else `leaf`."""
     a = pattern((_ROWS, _UNITS, _UNIT_ROWS), device, seed=1)
     w = pattern((_UNITS, _UNIT_ROWS, _COLUMNS), device, seed=2)
     a[:, 3, 5] *= 200  # one outlier channel: groups of very different size
@@ -45,7 +48,7 @@ def cut_form(device: torch.device) -> Verdict:
     for cuts in _CUTS:
         total = sum(
             cut_matmul(a[:, i:j].contiguous(), w[i:j], row, column, _UNITS, i).cpu().numpy()
-            for i, j in zip(cuts, cuts[1:], strict=False)
+            for i, j in pairwise(cuts)
         )
         if not np.array_equal(total, expected):
             return Verdict("leaf", f"biased chains cut at units {cuts} differ from the integer model")
@@ -64,7 +67,7 @@ def fingerprint(device: torch.device) -> str:
 
 
 def pattern(shape: tuple[int, ...], device: torch.device, seed: int) -> torch.Tensor:
-    """Return fixed bf16 numbers in [-1, 1] of all magnitudes down to 2^-8: a Weyl sequence on the element's index."""
+    """Return fixed bf16 numbers in [-1, 1] of many magnitudes: squares of a Weyl sequence on the index."""
     count = int(np.prod(shape))
     weyl = (np.arange(count, dtype=np.uint64) * 2654435761 + seed * 40503) % (1 << 32)
     values = torch.from_numpy(weyl.astype(np.float64) / 2**31 - 1.0)

@@ -1,7 +1,8 @@
 """Which tile a GEMM of a given shape runs with: a table that ships, filled by `tuning_search.py`.
 
-Tiles, stages and schedules are free because they move no bits (`tests/kernels/test_gemm_gpu.py` proves it over every
-entry). `python -m ntp_kernels.tuning_search` times the candidates on the GPU at hand and rewrites its table.
+Tiles, stages and schedules are free because they move no bits (`tests/kernels/test_gemm_gpu.py` proves it
+over every entry). `python -m ntp_kernels.tuning_search` times the candidates on the GPU at hand and rewrites
+its table.
 """
 
 import json
@@ -21,8 +22,9 @@ TABLE = Path(__file__).with_name("tuning.json")
 class Tile:
     """How a GEMM is cut up: `rows` x `columns` of the output per program, `depth` of k per step.
 
-    kernel: `hopper` or `pingpong` (warp-specialised Gluon, see `gemm_hopper.py`) or `plain` (Triton's pipeliner). stages: steps in flight. split: pieces
-    in which a tile is written. group: tile rows that run side by side. warps, flatten: of `plain` only.
+    kernel: `hopper` or `pingpong` (warp-specialised Gluon, see `gemm_hopper.py`) or `plain` (Triton's
+    pipeliner). stages: steps in flight. split: pieces in which a tile is written. group: tile rows that run
+    side by side. warps, flatten: of `plain` only.
     """
 
     kernel: Literal["hopper", "pingpong", "plain"]
@@ -43,24 +45,22 @@ _WIDE = Tile("hopper", 128, 256, split=8)
 _TALL = Tile("hopper", 256, 128, split=8)
 _SMALL = Tile("hopper", 128, 128, stages=6, split=4)
 _TURNS = Tile("pingpong", 128, 128, stages=6, split=8)
-_TURNS_WIDER = replace(_TURNS, group=16)
 CANDIDATES: dict[Op, tuple[Tile, ...]] = {
     "linear": (
         Tile("hopper", 128, 256),
         Tile("hopper", 256, 128),
         Tile("hopper", 128, 128, stages=6, split=2),
-        Tile("pingpong", 128, 128, stages=6),
-        Tile("pingpong", 128, 128, stages=6, group=16),
         Tile("plain", 128, 256, split=2, flatten=True),
+        Tile("plain", 128, 128, stages=5, split=2, flatten=True),
     ),
-    "wgrad": (_WIDE, _TALL, _SMALL, _TURNS, _TURNS_WIDER, Tile("plain", 128, 256, stages=3, flatten=True)),
-    "cut": (_WIDE, _TALL, _SMALL, _TURNS, _TURNS_WIDER),
+    "wgrad": (_WIDE, _TALL, _SMALL, Tile("plain", 128, 256, stages=3, flatten=True)),
+    "cut": (_WIDE, _TALL, _SMALL, _TURNS, replace(_TURNS, group=16)),
 }
 
 
 @lru_cache(maxsize=4096)
 def choose(op: Op, shape: Shape, card: str) -> Tile:
-    """The tile of the entry nearest to `shape` in the table of `card`; without a table, the first candidate."""
+    """The tile of the entry nearest to `shape` in the table of `card`; else the first candidate."""
     entries = _entries(card).get(op, ())
     if not entries:
         return CANDIDATES[op][0]

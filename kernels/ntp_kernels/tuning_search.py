@@ -1,4 +1,5 @@
-"""`python -m ntp_kernels.tuning_search`: time the candidate tiles at every bench shape and rewrite this card's table."""
+"""`python -m ntp_kernels.tuning_search`: time the candidate tiles at every bench shape and rewrite this
+card's table."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,7 +17,10 @@ def main() -> None:
     for weight in distinct.values():
         for op, shape, run in _calls(weight):
             tables[op].append((shape, _fastest(op, run)))
-    record(torch.cuda.get_device_name(), {op: sorted(rows, key=lambda row: row[0]) for op, rows in tables.items()})
+    record(
+        torch.cuda.get_device_name(),
+        {op: sorted(rows, key=lambda row: row[0]) for op, rows in tables.items()},
+    )
 
 
 def _calls(weight: Weight) -> Iterator[tuple[Op, Shape, Callable[[Tile], object]]]:
@@ -39,7 +43,9 @@ def _calls(weight: Weight) -> Iterator[tuple[Op, Shape, Callable[[Tile], object]
 def _fastest(op: Op, run: Callable[[Tile], object]) -> Tile:
     """The first candidate, unless another one is faster by more than the noise."""
     tiles = CANDIDATES[op]
-    times = interleaved([lambda tile=tile: run(tile) for tile in tiles], rounds=11, budget_us=2500, graphs=True)
+    times = interleaved(
+        [lambda tile=tile: run(tile) for tile in tiles], rounds=11, budget_us=2500, graphs=True
+    )
     best = min(times)
     return tiles[0] if times[0] < 1.01 * best else tiles[times.index(best)]
 

@@ -1,5 +1,7 @@
 """GEMMs at tiny shapes: indexing, segments, scales and epilogues, with sums that any order makes exact."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from ntp_kernels import cut_scale, gemm, gemm_plain, tuning
@@ -88,7 +90,7 @@ def test_any_cut_of_the_units_adds_up(integers, form: str, monkeypatch: pytest.M
     whole = gemm.cut_matmul(a, w, row_scale, column_scale, 8, form=form)
     for cuts in ([0, 1, 8], [0, 3, 8], [0, 2, 5, 7, 8], [0, 4, 8]):
         total = torch.zeros_like(whole)
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             part, share = a[:, begin:end].contiguous(), w[begin:end].contiguous()
             total += gemm.cut_matmul(part, share, row_scale, column_scale, 8, begin, form=form)
         assert torch.equal(total, whole)
@@ -135,12 +137,12 @@ def test_norms_of_tiny_and_huge_values_keep_their_accuracy(draw, size: float) ->
 
 def test_scale_is_the_largest_segment_and_room_for_drift(draw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_scale, "SEGMENT", 48)
-    a = draw(5, 70, 16)
+    a = draw(5, 20, 16)
     a[:, 4] *= 30
     norms = block_norms(a, 16).sum(-1)
-    largest = torch.stack([norms[:, i : i + 3].sum(1) for i in range(0, 70, 3)]).amax(0)
+    largest = torch.stack([norms[:, i : i + 3].sum(1) for i in range(0, 20, 3)]).amax(0)
     bound, window = cut_scale.row_scale(cut_scale.row_norms(a), 16)
-    allowance = (cut_scale.DRIFT * norms.sum(1) / largest / (70 * 16) ** 0.5).clamp(0.25, 2)
+    allowance = (cut_scale.DRIFT * norms.sum(1) / largest / (20 * 16) ** 0.5).clamp(0.25, 2)
     assert torch.allclose(bound.double(), largest * cut_scale.SLACK * (1 + allowance), rtol=1e-5)
     assert ((window.double() - 2**22 * allowance / (1 + allowance)).abs() <= 32).all()
 
@@ -165,7 +167,8 @@ def test_bad_exponents_poison_too(integers) -> None:
     row, column = gemm.row_exponent(a), gemm.column_exponent(w)
     assert row[2] == gemm.POISON == reference.POISON
     result = gemm.finish(gemm.cut_matmul(a, w, row, column, 4), row, column, 4, torch.float32)
-    assert result[2].isnan().all() and not result[[0, 1, 3, 4]].isnan().any()
+    assert result[2].isnan().all()
+    assert not result[[0, 1, 3, 4]].isnan().any()
 
 
 def test_zero_rows_and_columns_give_exact_zeros(integers) -> None:
@@ -186,7 +189,8 @@ def test_the_repair_touches_only_rows_that_strayed(integers, device: torch.devic
     strayed[1, 40] = 1
     pair = (row_scale.bound, column_scale)
     gemm_plain.repair(a, w, out, SMALL, pair, (32, 32, 2), 0, strayed, 32)
-    assert (out[:32] == 77).all() and (out[32:, :32] == 77).all()
+    assert (out[:32] == 77).all()
+    assert (out[32:, :32] == 77).all()
     expected = torch.ldexp(a.double() @ w.double(), 23 - grid_exponent(row_scale, column_scale))
     assert torch.equal(out[32:, 32:].double(), expected[32:, 32:])
 

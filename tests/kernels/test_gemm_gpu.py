@@ -1,5 +1,7 @@
 """GEMMs on a GPU: the same bits over tiles, slices and cuts, and what happens at the edges of float32."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from ntp_kernels import cut, cut_scale, gemm, integer_model, tuning
 
 pytestmark = pytest.mark.gpu
 
-SLICES = ([(0, 1)], [(3, 19)], [(0, 128), (128, 300)], [(0, 300)])
+SLICES = ((0, 1), (3, 19), (0, 128), (128, 300), (0, 300))
 CUTS = (
     [0, 1, 512],
     [0, 256, 512],
@@ -54,7 +56,7 @@ def test_linear_has_the_same_bits_with_every_tile_and_slice(draw) -> None:
         expected = gemm.linear(x, w, tile=tuning.PLAIN)
         for tile in tiles("linear"):
             assert torch.equal(gemm.linear(x, w, tile=tile), expected), tile
-        for begin, end in sum(SLICES, []):
+        for begin, end in SLICES:
             assert torch.equal(gemm.linear(x[begin:end].contiguous(), w), expected[begin:end])
         for unit in range(units):
             assert torch.equal(gemm.linear(x, w[unit : unit + 1])[:, 0], expected[:, unit])
@@ -91,7 +93,7 @@ def test_cut_integers_are_the_same_with_every_tile_and_slice(draw) -> None:
         expected = gemm.cut_matmul(a, w, row, column, units, tile=tuning.PLAIN)
         for tile in tiles("cut"):
             assert torch.equal(gemm.cut_matmul(a, w, row, column, units, tile=tile), expected), tile
-        for begin, end in sum(SLICES, []):
+        for begin, end in SLICES:
             part, scale = a[begin:end].contiguous(), gemm.RowScale(*(x[begin:end] for x in row))
             assert torch.equal(gemm.cut_matmul(part, w, scale, column, units), expected[begin:end])
 
@@ -109,7 +111,7 @@ def test_any_cut_in_any_order_adds_up(draw, form: cut.Form, kind: str) -> None:
     for cuts in CUTS:
         parts = [
             gemm.cut_matmul(a[:, i:j].contiguous(), w[i:j], row, column, 512, i, form=form)
-            for i, j in zip(cuts, cuts[1:], strict=False)
+            for i, j in pairwise(cuts)
         ]
         assert torch.equal(sum(parts), whole), cuts
         assert torch.equal(sum(reversed(parts)), whole), cuts
@@ -165,7 +167,8 @@ def test_zero_rows_and_columns_give_zero_bits(draw) -> None:
     a, w = draw(300, 64, 128), draw(64, 128, 272)
     a[5], w[:, :, 9] = 0, 0
     result = product(a, w).view(torch.int16)
-    assert (result[5] == 0).all() and (result[:, 9] == 0).all()
+    assert (result[5] == 0).all()
+    assert (result[:, 9] == 0).all()
 
 
 @pytest.mark.parametrize(("size_a", "size_w"), [(1e30, 1.0), (1e30, 1e-30), (1e-39, 1.0), (1e-39, 1e30)])

@@ -39,14 +39,14 @@ def _wgrad(weight: Weight) -> Row:
     def base() -> None:
         torch.addmm(target, flat.T, x, out_dtype=torch.float32, out=target)
 
-    times = interleaved([lambda: gemm.linear_wgrad(dy, x, out), base], graphs=True)
+    ours, stock = interleaved([lambda: gemm.linear_wgrad(dy, x, out), base], graphs=True)
     out.zero_()
     gemm.linear_wgrad(dy, x, out)
     exact = flat[:, :_CHECKED_ROWS].double().T @ x.double()
     error = relative_error(out.flatten(0, 1)[:_CHECKED_ROWS], exact)
     return Row(
-        "wgrad", weight.name, _shape(weight.size, weight.hidden), *times, "cuBLAS, fp32 accumulated in place",
-        2 * TOKENS * weight.size * weight.hidden, "flop", error, "relative to float64",
+        "wgrad", weight.name, _shape(weight.size, weight.hidden), ours, stock,
+        "cuBLAS, fp32 accumulated in place", 2 * TOKENS * weight.size * weight.hidden, "flop", error, "relative to float64",
     )  # fmt: skip
 
 

@@ -61,8 +61,8 @@ def interleaved(
 ) -> list[float]:
     """Median microseconds of each call, timed in turns so that the card's clock favours none.
 
-    A turn repeats its call for about `budget_us`; the first turn of each is warm-up and counts for nothing. With
-    `graphs` a turn is one replay of a CUDA graph, so that launches of small kernels do not count.
+    A turn repeats its call for about `budget_us`; the first turn of each is warm-up and counts for nothing.
+    With `graphs` a turn is one replay of a CUDA graph, so that launches of small kernels do not count.
     """
     repeats = [max(1, min(50, round(budget_us / _elapsed(call, 2)))) for call in calls]
     if graphs:

@@ -1,10 +1,11 @@
-"""The matrix products of Llama-3-8B and 70B under tensor parallelism of degree 1 to 8, unequal shards included.
+"""The matrix products of Llama-3-8B and 70B at tensor parallelism 1 to 8, unequal shards included.
 
 Units are never split: KV groups, and FFN units of 128 columns; shards differ by at most one unit.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 TOKENS = 8192
 DEGREES = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -64,7 +65,7 @@ def _all() -> Iterator[Weight]:
         for name, total, rows in kinds:
             for degree in DEGREES:
                 bounds = [total * rank // degree for rank in range(degree + 1)]
-                for first, end in reversed(list(zip(bounds, bounds[1:], strict=False))):
+                for first, end in reversed(list(pairwise(bounds))):
                     yield Weight(
                         f"{model.name} {name} tp{degree}", model.hidden, rows, first, end - first, total
                     )
