@@ -216,6 +216,7 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: Count = 0  # steps between evaluations; 0 = never
     timeout_s: PositiveFloat = 120.0  # of one collective
+    profile: tuple[Positive, ...] = ()  # steps of which every rank writes a trace into RUN_DIR/traces
     stop_after: Count | None = None  # end the run here, with a save; the schedule still counts to `steps`
 
     @property
@@ -250,6 +251,10 @@ class LogConfig(Section):
 
     every: Positive = 1
     level: Literal["debug", "info", "warning", "error"] = "info"
+    tensorboard: bool = False  # event files in RUN_DIR/tensorboard
+    wandb: Annotated[str, Field(min_length=1)] | None = None  # project to log to
+    prometheus_port: Annotated[int, Field(ge=0, lt=65536)] | None = None  # of the leading agent; 0 = any free
+    prometheus_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
 
 
 class Config(Section):

@@ -23,6 +23,7 @@ from ntp.tokenizer import check_vocabulary, open_tokenizer
 from ntp.topology import parse_failed, read_rank_map
 from ntp_launcher.flags import Nodes, OneLineParser, add_torchrun_flags, nodes_from
 from ntp_launcher.job import Job
+from ntp_launcher.memory_view import parse_memory
 from ntp_launcher.placement import block_size
 from ntp_launcher.view import show
 
@@ -90,6 +91,13 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="show the config and the plan, start nothing"
     )
+    parser.add_argument(
+        "--device-memory",
+        "--device_memory",
+        type=parse_memory,
+        metavar="SIZE",
+        help="with --dry-run: say whether the job fits devices of this memory, as in 80GiB",
+    )
     add_torchrun_flags(parser, environ)
     return parser
 
@@ -103,7 +111,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str
     block_size(parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
     check_vocabulary(open_tokenizer(config.data.tokenizer), config.model.vocab_size)
     if args.dry_run:
-        show(config, plan, Console())
+        show(config, plan, Console(), args.device_memory)
         return 0
     job = Job(config, plan, args.run_dir, environ, worker_module, args.resume, args.strict)
     return _launch(job, nodes)

@@ -16,7 +16,13 @@ from ntp.errors import ConfigError, NtpError
 from ntp_launcher.flags import OneLineParser
 
 _FREE_SECTIONS = ("parallel", "checkpoint", "log")
-_FREE_KEYS = ("train.timeout_s", "train.stop_after", "train.eval_every", "data.eval_sequences")
+_FREE_KEYS = (
+    "train.timeout_s",
+    "train.stop_after",
+    "train.profile",
+    "train.eval_every",
+    "data.eval_sequences",
+)
 _STEP_KEYS = ("loss_bits", "grad_norm_bits", "tokens", "lr", "held_out_loss")
 _END_KEYS = ("steps", "weights_sha256", "state_sha256")
 

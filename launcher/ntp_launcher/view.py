@@ -1,4 +1,4 @@
-"""What `--dry-run` shows: the resolved configuration and the plan as tables."""
+"""What `--dry-run` shows: the resolved configuration, the plan and the memory it needs."""
 
 import json
 from collections.abc import Iterator
@@ -10,14 +10,24 @@ from rich.text import Text
 
 from ntp.config import Config
 from ntp.plan import Plan, Replica
+from ntp.planner.memory import estimate
 from ntp.units import UnitKind
+from ntp_launcher.memory_view import memory_notes, memory_table, spans
+
+_LONG = 16  # replicas; of more, those that are alike share a row
 
 
-def show(config: Config, plan: Plan, console: Console) -> None:
-    """Prints both tables and what the plan leaves out."""
+def show(config: Config, plan: Plan, console: Console, device_memory: int | None = None) -> None:
+    """Prints configuration, plan and memory as tables, and what has to be said about them.
+
+    Args:
+        device_memory: bytes of one device, to say whether the job fits.
+    """
+    memory = estimate(config, plan)
     console.print(config_table(config))
     console.print(plan_table(plan))
-    for line in plan_notes(plan):
+    console.print(memory_table(plan, memory, device_memory))
+    for line in (*plan_notes(plan), *memory_notes(config, memory, device_memory)):
         console.print(Text(line))
 
 
@@ -38,8 +48,8 @@ def plan_table(plan: Plan) -> Table:
     for kind in kinds:
         table.add_column(kind.value)
     table.add_column("microbatches")
-    for replica in plan.replicas:
-        table.add_row(*(Text(cell) for cell in _cells(replica, kinds)))
+    for cells in _rows(plan, kinds):
+        table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
@@ -52,6 +62,20 @@ def plan_notes(plan: Plan) -> Iterator[str]:
     for index, reason in plan.dropped:
         yield f"replica {index} is dropped: {reason}"
     yield f"{len(plan.world)} processes, {len(plan.workers)} of them with a shard"
+
+
+def _rows(plan: Plan, kinds: list[UnitKind]) -> Iterator[list[str]]:
+    if len(plan.replicas) <= _LONG:
+        yield from (list(_cells(replica, kinds)) for replica in plan.replicas)
+        return
+    alike: dict[tuple[int, int], list[Replica]] = {}
+    for replica in plan.replicas:
+        alike.setdefault((replica.degree, len(replica.microbatches)), []).append(replica)
+    for (_, work), replicas in sorted(alike.items()):
+        first = list(_cells(replicas[0], kinds))
+        live = sum(replica.degree for replica in replicas)
+        names = spans([replica.index for replica in replicas])
+        yield [names, first[1], f"{live} ranks", *first[3:-1], f"{work} each"]
 
 
 def _cells(replica: Replica, kinds: list[UnitKind]) -> Iterator[str]:
