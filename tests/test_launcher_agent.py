@@ -52,7 +52,7 @@ def seen(run_dir: Path) -> dict[int, Mapping[str, Any]]:
     return {int(file.stem.removeprefix("seen")): json.loads(file.read_text()) for file in files}
 
 
-def wait(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait(condition: Callable[[], bool], seconds: float = 150) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

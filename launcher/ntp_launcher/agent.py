@@ -40,7 +40,7 @@ from ntp_launcher.flags import LaunchError, Nodes
 from ntp_launcher.job import Job, prepare_run_dir, proposed_run_dir
 from ntp_launcher.late import EndedError, LateRendezvous, running_job
 from ntp_launcher.mail import Post
-from ntp_launcher.node import Node
+from ntp_launcher.node import LeaderLostError, Node
 from ntp_launcher.outcome import ExitCode
 from ntp_launcher.placement import block_size, local_ranks, node_ranks
 
@@ -177,6 +177,8 @@ class MeshAgent(SimpleElasticAgent):
                 if self._node.is_fenced:
                     return self._lose("could not reach the control store for too long")
                 time.sleep(pause)
+        except LeaderLostError:
+            return self._lose("the agent of node 0, which leads, is gone")
         except RuntimeError:
             return self._lose("lost the control store, its host is gone")
         self.end = end

@@ -65,7 +65,7 @@ class Lease:
         fence: Callable[[], None],
     ) -> None:
         self.is_lost = False
-        self._store, self._key, self._seconds = store, key, seconds
+        self._store, self._key, self.seconds = store, key, seconds
         self._look, self._fence = look, fence
         self._renewed = time.monotonic()
         self._closed = threading.Event()
@@ -79,7 +79,7 @@ class Lease:
 
     def _renew(self) -> None:
         count = 0
-        pause = min(self._seconds / _RENEWALS, _LONGEST_PAUSE_S)
+        pause = min(self.seconds / _RENEWALS, _LONGEST_PAUSE_S)
         while not self._closed.is_set() and not self._has_run_out():
             begun = time.monotonic()
             try:
@@ -102,4 +102,4 @@ class Lease:
                 return
 
     def _has_run_out(self) -> bool:
-        return time.monotonic() - self._renewed > self._seconds
+        return time.monotonic() - self._renewed > self.seconds

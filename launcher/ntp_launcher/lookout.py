@@ -56,10 +56,13 @@ class Lookout:
         lost = self._lost_agents(state, now)
         pulses = {node: Pulse.from_json(seen.text) for node, seen in self._leases.items() if seen.text}
         sights = self._sights(state, pulses, now)
-        hung = [
-            WorkerHung(sight.rank, sight.incarnation, sight.doing(), sight.silent_s)
-            for sight in culprits((s for s in sights if not state.ranks[s.rank].doomed), self.limits)
-        ]
+        hung: list[WorkerHung] = []
+        if self._hears_every_agent(now):  # else workers may be waiting for those of a node that has gone
+            suspects = (sight for sight in sights if not state.ranks[sight.rank].doomed)
+            hung = [
+                WorkerHung(sight.rank, sight.incarnation, sight.doing(), sight.silent_s)
+                for sight in culprits(suspects, self.limits)
+            ]
         if hung:
             self._forgive(now)
         ready = [
@@ -78,8 +81,13 @@ class Lookout:
         for seen in (*self._beats.values(), *self._leases.values()):
             seen.since = now
 
+    def _hears_every_agent(self, now: float) -> bool:
+        others = (seen for node, seen in self._leases.items() if node != self.leader)
+        return all(now - seen.since < self.limits.lease_s / 2 for seen in others)
+
     def _lost_agents(self, state: State, now: float) -> Iterable[Event]:
         lost: list[Event] = []
+        self._leases = {node: seen for node, seen in self._leases.items() if node in state.sessions}
         for node, session in state.sessions.items():
             post = Post(node, session)
             text = peek(self.store, lease_key(post))

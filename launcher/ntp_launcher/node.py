@@ -1,6 +1,7 @@
 """One node of a running job: its workers, its lease, its letters, and the leader where it is here.
 
-`look` is one turn of the agent's loop. A lost control store shows as RuntimeError.
+`look` is one turn of the agent's loop. A lost control store shows as RuntimeError, a lost leader as
+LeaderLostError.
 """
 
 import contextlib
@@ -21,11 +22,16 @@ from ntp_launcher.events import AgentLost, End, Start
 from ntp_launcher.flags import Nodes
 from ntp_launcher.job import Job
 from ntp_launcher.leader import Leader
-from ntp_launcher.lease import Lease
+from ntp_launcher.lease import PATIENCE, Lease
 from ntp_launcher.mail import END, Inbox, Outbox, Post, lease_key, left_key, peek, read_json
 from ntp_launcher.placement import block_size
 
-_REPORTER_S = 0.5  # between looks at whose output is to be shown
+_LOOK_S = 0.5  # between looks at what changes rarely: the reporter, the leader
+_LEADER_PATIENCE = 2 * PATIENCE  # leases
+
+
+class LeaderLostError(Exception):
+    """The agent of node 0 gives no sign of life."""
 
 
 class Node:
@@ -53,7 +59,8 @@ class Node:
         self._size = block_size(job.config.parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
         self._store: Store = connect(address)
         self._inbox, self._outbox = Inbox(self._store, "order", post), Outbox(self._store, "event", post)
-        self._reporter, self._reporter_at = job.plan.reporter, time.monotonic()
+        self._reporter, self._looked_at = job.plan.reporter, time.monotonic()
+        self._leader_lease, self._leader_seen = "", time.monotonic()
         self._leader = self._lead() if post == Post(0, 0) else None
         self.crew = Crew(self._recipe(log_dir))
         for rank in started:
@@ -78,7 +85,10 @@ class Node:
         if end is not None:
             self._store.set(left_key(self._post), "")
             return End(**end)
-        self._show_reporter()
+        if time.monotonic() - self._looked_at > _LOOK_S:
+            self._looked_at = time.monotonic()
+            self._show_reporter()
+            self._look_for_leader()
         return None
 
     def resign(self, signal_number: int, grace_s: float, reason: str, code: int) -> None:
@@ -133,15 +143,20 @@ class Node:
 
     def _show_reporter(self) -> None:
         """Follows the reporter when it changes."""
-        if self._nodes.tee is not None or time.monotonic() - self._reporter_at < _REPORTER_S:
-            return
-        self._reporter_at = time.monotonic()
         text = peek(self._store, GENERATION)
-        if text is not None:
+        if self._nodes.tee is None and text is not None:
             reporter = make_plan(self._job.config, Generation.from_json(text).failed).reporter
             if reporter != self._reporter:
                 self._reporter = reporter
                 self.crew.show(reporter, 3)
+
+    def _look_for_leader(self) -> None:
+        """A store outside outlives the leader: nobody would ever say that the job is over."""
+        lease, now = peek(self._store, lease_key(Post(0, 0))) or "", time.monotonic()
+        if lease != self._leader_lease:
+            self._leader_lease, self._leader_seen = lease, now
+        elif self._leader is None and now - self._leader_seen > _LEADER_PATIENCE * self._lease.seconds:
+            raise LeaderLostError
 
 
 def _say(line: str, is_warning: bool) -> None:
