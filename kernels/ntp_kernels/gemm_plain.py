@@ -1,8 +1,8 @@
 """The GEMMs in plain Triton: persistent programs, TMA descriptors, Triton's own pipeliner.
 
 They run wherever Triton has TMA descriptors, its CPU interpreter included, with every shape and epilogue, and
-give the bits of `gemm_hopper.py`: each output element is one chain of k16 steps in ascending k. Order: tile
-rows in groups, k ascending inside a tile; no atomics, no split of k.
+give the bits of `gemm_hopper_kernels.py`: each output element is one chain of k16 steps in ascending k.
+Order: tile rows in groups, k ascending inside a tile; no atomics, no split of k.
 
 In the interpreter a dot runs in float32 (its bf16 dot is wrong in Triton 3.7 to 3.9); products stay exact,
 the order of the sum does not, so there only exactly representable sums are checked bit for bit.
@@ -272,9 +272,10 @@ def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescript
 
 def _grid(out: torch.Tensor, tile: Tile) -> tuple[int]:
     tiles = triton.cdiv(out.shape[0], tile.rows) * triton.cdiv(out.shape[1], tile.columns)
-    return (min(tiles, _multiprocessors(out.device)),)
+    return (min(tiles, multiprocessors(out.device)),)
 
 
 @lru_cache(maxsize=8)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Programs that run at once; a few in the interpreter, so that a program sees several tiles."""
     return 2 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

@@ -22,7 +22,7 @@ TABLE = Path(__file__).with_name("tuning.json")
 class Tile:
     """How a GEMM is cut up: `rows` x `columns` of the output per program, `depth` of k per step.
 
-    kernel: `hopper` or `pingpong` (warp-specialised Gluon, see `gemm_hopper.py`) or `plain` (Triton's
+    kernel: `hopper` or `pingpong` (warp-specialised Gluon, see `gemm_hopper_kernels.py`) or `plain` (Triton's
     pipeliner). stages: steps in flight. split: pieces in which a tile is written. group: tile rows that run
     side by side. warps, flatten: of `plain` only.
     """

@@ -46,7 +46,8 @@ def _wgrad(weight: Weight) -> Row:
     error = relative_error(out.flatten(0, 1)[:_CHECKED_ROWS], exact)
     return Row(
         "wgrad", weight.name, _shape(weight.size, weight.hidden), ours, stock,
-        "cuBLAS, fp32 accumulated in place", 2 * TOKENS * weight.size * weight.hidden, "flop", error, "relative to float64",
+        "cuBLAS, fp32 accumulated in place", 2 * TOKENS * weight.size * weight.hidden, "flop", error,
+        "relative to float64",
     )  # fmt: skip
 
 
