@@ -87,6 +87,8 @@ class Stub:
             self.store.set(STARTED, "0")
             times = RecoveryTimes(self.generation, 0.01, 0.02, 0.03, 0.04, 5, 0, "peers")
             self.store.set(recovery_key(self.generation), times.to_json())
+            if self.committed:  # whoever committed it may have gone before it was told
+                self.store.set(metrics_key(self.committed), json.dumps(self.line(self.committed)))
         while self.committed < self.last:
             step = self.committed + 1
             self.beat(Phase.STEP, step)

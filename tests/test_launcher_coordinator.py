@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ntp_launcher.coordinator import FINISH_S, KILL_S, RUNNING, SETTLE_S, Rules, State, Status, begin, react
+from ntp_launcher.coordinator import (
+    FINISH_S,
+    GATHER_S,
+    KILL_S,
+    RUNNING,
+    SETTLE_S,
+    Rules,
+    State,
+    Status,
+    begin,
+    react,
+)
 from ntp_launcher.events import (
     Action,
     AgentJoined,
@@ -181,6 +192,19 @@ def test_nobody_joins_before_a_step_is_committed_in_the_current_generation() -> 
     assert story.hears(StepCommitted(2, 1)) == ()
     assert Open in {type(action) for action in story.commits(3)}
     assert story.state.generation.failed == [4]
+
+
+def test_those_who_start_together_join_together_unless_one_takes_too_long() -> None:
+    for late in (False, True):
+        story = job("elastic.probe=null")
+        story.hears(killed(3), killed(5))
+        story.commits()
+        assert len(story.hears(after=LATER)) == 2
+        assert story.hears(WorkerReady(3, 1)) == ()
+        if late:
+            assert opened(story.hears(after=GATHER_S)) == (2, [5], True)
+        else:
+            assert opened(story.hears(WorkerReady(5, 1))) == (2, [], True)
 
 
 def test_a_failed_probe_keeps_a_device_out_until_it_is_healed() -> None:

@@ -86,12 +86,6 @@ def steps(run_dir: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 
 
-def generation(run_dir: Path) -> int:
-    """That of the last committed step."""
-    lines = (run_dir / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
-    return json.loads(lines[-1])["generation"]
-
-
 def causes(run_dir: Path) -> list[str]:
     return [recovery["cause"] for recovery in summary(run_dir)["recoveries"]]
 
@@ -203,68 +197,84 @@ def test_healing_a_job_that_does_not_run_is_refused(
 
 
 class Agents:
-    """Agents of two nodes on this host."""
+    """Agents of two nodes on this host; what they say of losses goes to a file each."""
 
-    def __init__(self, run_dir: Path, *extra: str):
-        self._args = [
-            *options(run_dir),
-            "--nnodes",
-            "2",
-            "--rdzv-endpoint",
-            f"localhost:{free_port()}",
-            *extra,
-        ]
+    def __init__(self, directory: Path, *extra: str):
+        self.run_dir = directory / "run"
+        self._directory = directory
+        where = ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
+        self._args = [*options(self.run_dir), *where, *extra]
         self._environ = {**os.environ, "STUB_STEPS": "100000", "STUB_PACE": "0.05"}
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, node: int) -> "subprocess.Popen[str]":
+    def start(self, node: int) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-c", DRIVER, *self._args, "--node-rank", str(node)]
-        process = subprocess.Popen(
-            command, env=self._environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        with (self._directory / f"agent{len(self._started)}").open("wb") as file:
+            process = subprocess.Popen(command, env=self._environ, stdout=subprocess.DEVNULL, stderr=file)
         self._started.append(process)
         return process
 
+    def said(self, agent: int) -> str:
+        """What an agent has written, by order of start."""
+        return (self._directory / f"agent{agent}").read_text()
+
     def close(self) -> None:
         for process in self._started:
-            if process.poll() is None:
-                process.kill()
-            print(*process.communicate())  # shown where a test fails
+            process.kill()
+            process.wait()
 
 
-def test_a_killed_node_is_survived_and_its_next_agent_taken_in(tmp_path: Path) -> None:
-    agents = Agents(tmp_path)
-    try:
-        first, second = agents.start(0), agents.start(1)
-        wait(lambda: len(steps(tmp_path)) > 2)
-        second.kill()
-        wait(lambda: not is_running(pids(tmp_path)["2.0"]))
-        third = agents.start(1)
-        wait(lambda: generation(tmp_path) == 2)
-        third.send_signal(signal.SIGSTOP)
-        wait(lambda: generation(tmp_path) == 3)  # the others go on without it
-        third.send_signal(signal.SIGCONT)
-        wait(lambda: not is_running(pids(tmp_path)["2.1"]))
-        wait(lambda: generation(tmp_path) == 4)
-        (tmp_path / "enough").touch()
-        assert first.wait(150) == 0
-        assert third.wait(150) == 0
-        assert steps(tmp_path) == list(range(1, len(steps(tmp_path)) + 1))
-        assert "node 1 is lost" in causes(tmp_path)[0]
-        assert summary(tmp_path)["members"] == [0, 1, 2, 3]
-    finally:
-        agents.close()
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    started = Agents(tmp_path)
+    yield started
+    started.close()
 
 
-def test_the_loss_of_the_stores_host_ends_the_job_everywhere(tmp_path: Path) -> None:
-    agents = Agents(tmp_path)
-    try:
-        first, second = agents.start(0), agents.start(1)
-        wait(lambda: len(steps(tmp_path)) > 2)
-        first.kill()
-        assert second.wait(150) == 5
-        wait(lambda: not any(is_running(pid) for pid in pids(tmp_path).values()), seconds=10)
-        assert second.stderr is not None
-        assert "lost the control store" in second.stderr.read().splitlines()[-1]
-    finally:
-        agents.close()
+def test_a_killed_node_is_survived_and_its_next_agent_taken_in(agents: Agents) -> None:
+    first, second = agents.start(0), agents.start(1)
+    wait(lambda: len(steps(agents.run_dir)) > 2)
+    second.kill()
+    wait(lambda: "node 1 is lost" in agents.said(0))
+    third = agents.start(1)
+    wait(lambda: "4 of 4 ranks" in agents.said(0))
+    third.send_signal(signal.SIGSTOP)
+    wait(lambda: agents.said(0).count("node 1 is lost") == 2)
+    third.send_signal(signal.SIGCONT)  # it finds its lease lost, kills its workers and asks to be taken in
+    wait(lambda: not is_running(pids(agents.run_dir)["2.1"]))
+    wait(lambda: agents.said(0).count("4 of 4 ranks") == 2)
+    known = len(steps(agents.run_dir))
+    wait(lambda: len(steps(agents.run_dir)) > known + 3)
+    (agents.run_dir / "enough").touch()
+    assert first.wait(150) == 0
+    assert third.wait(150) == 0
+    assert steps(agents.run_dir) == list(range(1, len(steps(agents.run_dir)) + 1))
+    assert summary(agents.run_dir)["members"] == [0, 1, 2, 3]
+
+
+def test_the_loss_of_the_stores_host_ends_the_job_everywhere(agents: Agents) -> None:
+    first, second = agents.start(0), agents.start(1)
+    wait(lambda: len(steps(agents.run_dir)) > 2)
+    first.kill()
+    assert second.wait(150) == 5
+    assert "lost the control store" in agents.said(1).splitlines()[-1]
+    wait(lambda: not any(is_running(pid) for pid in pids(agents.run_dir).values()), seconds=10)
+
+
+def test_a_store_outside_outlives_the_leader_and_the_job_ends_all_the_same(tmp_path: Path) -> None:
+    store = subprocess.Popen(
+        [sys.executable, "-m", "ntp_launcher.store_cli", "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    assert store.stdout is not None
+    port = int(store.stdout.readline().split()[-1])
+    agents = Agents(tmp_path, "--control-endpoint", f"localhost:{port}")
+    first, second = agents.start(0), agents.start(1)
+    wait(lambda: len(steps(agents.run_dir)) > 2)
+    first.kill()
+    assert second.wait(150) == 5
+    assert "the agent of node 0, which leads, is gone" in agents.said(1).splitlines()[-1]
+    wait(lambda: not any(is_running(pid) for pid in pids(agents.run_dir).values()), seconds=10)
+    store.terminate()
+    assert store.wait(30) == 0
+    store.stdout.close()
+    agents.close()

@@ -14,7 +14,7 @@ from typing import Self
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-_REACH_S = 2.0
+_REACH_S = 20.0  # a refused connection shows at once; a host under load takes its time
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from ntp_launcher.outcome import Exit, ExitCode, Kind, describe, explain, first_
 
 KILL_S = 10.0  # a killed process is gone within milliseconds, or waits inside a driver for ever
 FINISH_S = 20.0  # for processes to end after the run is complete
+GATHER_S = 5.0  # for those who start at the same time, so that they join together
 SETTLE_S = 1.0  # consequences of a failure arrive within tens of milliseconds
 _LONGEST_PAUSE = 6  # doublings
 _LOST_STATE = "UnrecoverableLossError"  # what workers say when nobody has a part of the state any more
@@ -72,7 +73,7 @@ class Rank:
     Attributes:
         incarnation: of that process.
         strikes: ends that count against it: errors of its own, or a death before it was a member.
-        due: when a dead one is to be started, or a doomed one given up.
+        due: when a dead one is to be started, a doomed one given up, a ready one let in.
         doomed: why its process is being killed, "" if it is not.
     """
 
@@ -182,7 +183,7 @@ def _apply(turn: _Turn, event: Event) -> None:
         case WorkerReady(rank, incarnation):
             seen = turn.running(rank, incarnation)
             if seen and seen.status is Status.STARTING and not seen.doomed:
-                turn.ranks[rank] = replace(seen, status=Status.READY)
+                turn.ranks[rank] = replace(seen, status=Status.READY, due=turn.now + GATHER_S)
         case ProbeDone():
             _on_probe(turn, event)
         case AgentJoined(node, session):
@@ -282,7 +283,7 @@ def _on_heal(turn: _Turn, ranks: Sequence[int]) -> None:
 def _give_up_on_the_undead(turn: _Turn) -> None:
     """A process that not even SIGKILL ends is lost; its generation number keeps it from doing harm."""
     for rank, seen in turn.ranks.items():
-        if seen.doomed and turn.now >= seen.due:
+        if seen.status in RUNNING and seen.doomed and turn.now >= seen.due:
             if seen.status is Status.MEMBER:
                 turn.lost.append(Exit(rank, -9, order=len(turn.lost)))
                 turn.notes.append(f"{seen.doomed} and cannot be killed")
@@ -349,8 +350,11 @@ def _verdict(state: State, cause: str, error: str) -> tuple[ExitCode, str]:
 
 
 def _take_in(turn: _Turn) -> None:
-    """Lets in whoever is ready."""
+    """Lets in whoever is ready, at best together with those who will soon be."""
     ready = [rank for rank, seen in turn.ranks.items() if seen.status is Status.READY]
+    starting = any(seen.status is Status.STARTING for seen in turn.ranks.values())
+    if starting and all(turn.now < turn.ranks[rank].due for rank in ready):
+        return
     for rank in ready:
         turn.ranks[rank] = replace(turn.ranks[rank], status=Status.MEMBER)
     if ready:

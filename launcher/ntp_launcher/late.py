@@ -83,7 +83,7 @@ def running_job(endpoint: str, nodes: Nodes, limits: ElasticConfig) -> Address |
     if address is None:
         return None
     try:
-        store = connect(address, timeout_s=limits.lease_s)
+        store = connect(address)
         return address if not store.check([END]) and _is_led(store, limits) else None
     except RuntimeError:
         return None
