@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -18,12 +19,12 @@ from torch import Tensor
 from ntp.checkpoint.load import resume_candidates
 from ntp.checkpoint.manifest import DamagedError, Manifest, check_files, read_manifest
 from ntp.checkpoint.pieces import read_tensor
-from ntp.checkpoint.store import checkpoint_directory
-from ntp.config import Config, load_config, parse_config
+from ntp.config import ModelConfig
 from ntp.errors import CheckpointError, HuggingFaceError
 from ntp.hugging_face import CONFIG, INDEX, SINGLE, config_json, logical_tensors, read_json
 from ntp.parameters import parameter_specs
 from ntp.tokenizer import ByteTokenizer
+from ntp.yaml_text import load_mapping
 
 FILE_BYTES = 5 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,24 +54,25 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str | None 
         CheckpointError, HuggingFaceError: no sound checkpoint; `out` is in use; the source folder is gone.
     """
     checkpoint, manifest = _sound_checkpoint(run_dir, step)
-    config = parse_config(json.dumps(manifest.config))
-    source = Path(config.model.init_from) if config.model.init_from else None
+    model, tokenizer, seq_len = _what_was_trained(checkpoint, manifest)
+    source = Path(model.init_from) if model.init_from else None
     settings = read_json(source / CONFIG) if source else None
     dtype = dtype or _dtype_of(settings)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HuggingFaceError(f"{str(out)!r} exists already; name a new folder")
     out.mkdir(parents=True, exist_ok=True)
-    settings = settings or config_json(config.model, config.train.seq_len, dtype)
+    settings = settings or config_json(model, seq_len, dtype)
     key = "dtype" if "dtype" in settings else "torch_dtype"
     _write_json(out / CONFIG, settings | {key: dtype})
-    _write_tokenizer(out, config, source)
-    _write_weights(out, _tensors(checkpoint, manifest, config, DTYPES[dtype]))
+    _write_tokenizer(out, tokenizer, source)
+    _write_weights(out, _tensors(checkpoint, manifest, model, DTYPES[dtype]))
     return manifest.step, dtype
 
 
 def _sound_checkpoint(run_dir: Path, step: int | None) -> tuple[Path, Manifest]:
     """The newest checkpoint whose manifest and files are whole; the values are verified as they are read."""
-    directory = checkpoint_directory(load_config(run_dir / "resolved.yaml"), run_dir)
+    section = load_mapping(run_dir / "resolved.yaml").get("checkpoint") or {}
+    directory = Path(section["dir"]) if section.get("dir") else run_dir / "checkpoints"
     candidates, _ = resume_candidates("auto" if step is None else str(step), directory)
     for path in candidates if step is None else candidates[:1]:
         try:
@@ -84,6 +86,20 @@ def _sound_checkpoint(run_dir: Path, step: int | None) -> tuple[Path, Manifest]:
     raise CheckpointError(f"no checkpoint in {str(directory)!r}")
 
 
+def _what_was_trained(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, str, int]:
+    """The model, the name of its tokenizer and the length of its sequences.
+
+    The rest of the configuration is not looked at: a later version may want it otherwise.
+    """
+    config = manifest.config
+    try:
+        model = ModelConfig.model_validate_json(json.dumps(config["model"]))
+        return model, config["data"]["tokenizer"], config["train"]["seq_len"]
+    except (ValidationError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"checkpoint {str(checkpoint)!r} is of an unknown model: {reason}") from None
+
+
 def _dtype_of(settings: Mapping[str, Any] | None) -> str:
     dtype = str((settings or {}).get("dtype") or (settings or {}).get("torch_dtype") or "float32")
     if dtype not in DTYPES:
@@ -92,9 +108,9 @@ def _dtype_of(settings: Mapping[str, Any] | None) -> str:
 
 
 def _tensors(
-    checkpoint: Path, manifest: Manifest, config: Config, dtype: torch.dtype
+    checkpoint: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    for spec in parameter_specs(config.model):
+    for spec in parameter_specs(model):
         stored = read_tensor(checkpoint, manifest, f"{spec.name}.master")
         for name, values in logical_tensors(spec, stored):
             yield name, values.to(dtype).contiguous()
@@ -132,16 +148,16 @@ def _part(number: int) -> str:
     return f"model-{number:05d}.safetensors.part"
 
 
-def _write_tokenizer(out: Path, config: Config, source: Path | None) -> None:
+def _write_tokenizer(out: Path, tokenizer: str, source: Path | None) -> None:
     """The files of the source folder, else of the run's tokenizer; bytes become a tokenizer too."""
-    if source is None and config.data.tokenizer == "byte":
+    if source is None and tokenizer == "byte":
         byte_tokenizer().save(str(out / "tokenizer.json"))
         _write_json(
             out / "tokenizer_config.json",
             {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"},
         )
         return
-    folder = source or Path(config.data.tokenizer).parent
+    folder = source or Path(tokenizer).parent
     for name in (*_TOKENIZER_FILES, "generation_config.json"):
         if (folder / name).exists():
             shutil.copyfile(folder / name, out / name)
