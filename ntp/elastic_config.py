@@ -17,6 +17,7 @@ class ElasticConfig(Section):
     checkpoint_timeout_s: PositiveFloat = 600.0  # in a save
     startup_timeout_s: PositiveFloat = 900.0  # from the start of a process until it is ready
     agent_timeout_s: PositiveFloat = 1200.0  # for the agents to meet, or for a late one to find a place
+    snapshot_every: Count = 0  # steps between snapshots in host memory; 0 = none
     agree_timeout_s: PositiveFloat = 60.0  # for a worker that has lost a peer to hear of a new generation
     lease_s: PositiveFloat = 5.0  # an agent that cannot reach the store for so long kills its workers
     max_recoveries_without_progress: Positive = 10  # losses in a row without a committed step

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,10 +23,21 @@ from ntp.collectives import Group, MembershipChangedError, Mesh, PeerLostError, 
 from ntp.config import Config
 from ntp.control import Control
 from ntp.data import Datasets
+from ntp.meter import Meter
 from ntp.plan import Plan, make_plan
-from ntp.protocol import FINISHED, STARTED, Generation, Phase, RecoveryTimes, metrics_key, recovery_key
+from ntp.protocol import (
+    FINISHED,
+    STARTED,
+    Generation,
+    Phase,
+    RecoveryTimes,
+    metrics_key,
+    recovery_key,
+    snapshot_directory,
+)
 from ntp.recovery import StateLostError, agree, carry
 from ntp.run_directory import metrics_line, summary
+from ntp.traces import traced
 from ntp.trainer import StepResult, Trainer, Watch
 
 _STANDBY_POLL_S = 0.1
@@ -66,7 +77,8 @@ class Life:
     """One worker process."""
 
     def __init__(self, job: Job, control: Control, join: JoinGeneration):
-        self._job, self._control, self._join = job, control, join
+        self._meter = Meter(job.watch, job.device)
+        self._job, self._control, self._join = replace(job, watch=self._meter), control, join
         self._started = time.monotonic()
         self._trainers: list[Trainer] = []
         self._has_worked = False
@@ -118,7 +130,7 @@ class Life:
             assert world is not None
             mesh = build_mesh(plan, self._job.rank, fabric)
             built = time.time()
-            era = _Era(self._job, self._control, plan, world, mesh, self._started)
+            era = _Era(self._job, self._control, self._meter, plan, world, mesh, self._started)
             source, moved = era.settle(self._trainers)
             if generation.generation > 0:
                 era.time_recovery(generation, self._left or met, built, source, moved)
@@ -129,16 +141,29 @@ class _Era:
     """One worker's part in one generation."""
 
     def __init__(
-        self, job: Job, control: Control, plan: Plan, world: Group, mesh: Mesh | None, started: float
+        self,
+        job: Job,
+        control: Control,
+        meter: Meter,
+        plan: Plan,
+        world: Group,
+        mesh: Mesh | None,
+        started: float,
     ):
         self._job, self._control, self._plan, self._world, self._mesh = job, control, plan, world, mesh
-        self._started = started
+        self._meter, self._started = meter, started
+        self._notes: list[str] = []
         self._reports = job.rank == plan.reporter
         self._trainer: Trainer | None = None
         self._recovery: RecoveryTimes | None = None
         self._settled = 0.0
+        self._replayed = 0
         self._checkpoints = mesh and Checkpoints(
-            job.config, job.run_dir, mesh, say=job.say if self._reports else lambda line: None
+            job.config,
+            job.run_dir,
+            snapshot_directory(job.run_dir),
+            mesh,
+            say=self._note if self._reports else lambda line: None,
         )
 
     def settle(self, kept: list[Trainer]) -> tuple[str, int]:
@@ -159,8 +184,7 @@ class _Era:
             else:
                 moved = carry(job.config, self._plan, self._world, decision, kept, self._make)
         except StateLostError as lost:
-            source = "checkpoint"
-            self._go_back(kept, lost)
+            source = self._go_back(kept, lost)
         self._trainer = kept[0] if kept else None
         if self._trainer is not None:
             self._trainer.publish()
@@ -169,14 +193,24 @@ class _Era:
         self._settled = time.time()
         return source, moved
 
-    def _go_back(self, kept: list[Trainer], lost: StateLostError) -> None:
-        """Take everyone back to the newest checkpoint, or to the start if no step was committed yet."""
+    def _go_back(self, kept: list[Trainer], lost: StateLostError) -> str:
+        """Take everyone back to the newest saved state, or to the start if no step was committed yet.
+
+        Returns:
+            Where the state came from.
+        """
         if lost.step == 0:
             self._begin(kept, self._job.resume, self._job.strict)
-            return
-        self._begin(kept, "auto", strict=False)
-        if kept and kept[0].committed == 0:
-            raise UnrecoverableLossError(f"{lost}; there is no checkpoint to go back to")
+            return "start"
+        trainer, source = self._make(), "checkpoint"
+        if trainer is not None:
+            assert self._checkpoints is not None
+            trainer.committed, source = self._checkpoints.go_back(trainer)
+            if trainer.committed == 0:
+                raise UnrecoverableLossError(f"{lost}; nothing was saved that the job could go back to")
+            self._replayed = lost.step - trainer.committed
+        kept[:] = [] if trainer is None else [trainer]
+        return source
 
     def _begin(self, kept: list[Trainer], resume: str | None, strict: bool) -> None:
         trainer = self._make(initialise=True)
@@ -204,7 +238,7 @@ class _Era:
             move=self._settled - built,
             replay=0.0,
             bytes_moved=moved,
-            steps_replayed=0,
+            steps_replayed=self._replayed,
             source=source,
         )
 
@@ -219,7 +253,9 @@ class _Era:
             self._checkpoints.after(trainer, 0)
         while trainer.committed < last:
             before = time.monotonic()
-            result = trainer.step(trainer.committed + 1, self._checkpoints.before_commit)
+            step = trainer.committed + 1
+            with self._tracing(step):
+                result = trainer.step(step, self._checkpoints.before_commit)
             self._after_step(trainer, result, before)
             if trainer.switch:
                 raise MembershipChangedError("a newer generation begins after this step")
@@ -242,7 +278,21 @@ class _Era:
         line = metrics_line(result, seconds, self._plan.generation)
         if held_out is not None:
             line["held_out_loss"] = held_out
+        line |= self._meter.read()
+        if self._notes:
+            line["notes"], self._notes = self._notes, []
         self._control.put(metrics_key(result.step), json.dumps(line))
+
+    def _note(self, line: str) -> None:
+        """Tell the user, and the launcher with the next metrics."""
+        self._job.say(line)
+        self._notes.append(line)
+
+    def _tracing(self, step: int) -> AbstractContextManager[None]:
+        job = self._job
+        if step not in job.config.train.profile:
+            return nullcontext()
+        return traced(job.run_dir, step, job.rank, job.device)
 
     def _stand_by(self) -> None:
         while not self._control.has(FINISHED):

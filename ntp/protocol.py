@@ -14,9 +14,12 @@ each other: `GENERATION` belongs to the coordinator, a key that ends in a rank t
 | `finished`             | reporter    | the worker's part of `summary.json`; the job is complete           |
 """
 
+import hashlib
 import json
+import tempfile
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Self
 
 GENERATION = "generation"
@@ -42,6 +45,16 @@ def metrics_key(step: int) -> str:
 def recovery_key(generation: int) -> str:
     """Where the workers' part of a recovery's times is."""
     return f"recovery/{generation}"
+
+
+def snapshot_directory(run_dir: Path) -> Path:
+    """Where the snapshots of a run are kept on its host: in memory, outside every worker.
+
+    The launcher clears it before a run and after it.
+    """
+    memory = Path("/dev/shm")
+    name = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
+    return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / f"ntp-snapshots-{name}"
 
 
 class Phase(StrEnum):

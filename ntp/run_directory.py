@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import time
 from pathlib import Path
 
 from ntp.evidence import StateHashes
@@ -28,6 +29,7 @@ def metrics_line(result: StepResult, seconds: float | None, generation: int) -> 
         "step_time_s": None if seconds is None else round(seconds, 6),
         "tokens_per_s": None if seconds is None else round(result.tokens / seconds, 1),
         "generation": generation,
+        "time": round(time.time(), 3),
     }
 
 

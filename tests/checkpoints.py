@@ -52,7 +52,7 @@ def train(
 
     def body(member):
         said: list[str] = []
-        checkpoints = Checkpoints(config, run_dir, member.mesh, said.append)
+        checkpoints = Checkpoints(config, run_dir, run_dir / "snapshots", member.mesh, said.append)
         trainer = Trainer(config, plan, member.mesh, datasets, torch.device("cpu"))
         first = checkpoints.start(trainer, resume, strict)
         results = []

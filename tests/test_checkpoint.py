@@ -161,8 +161,8 @@ def test_every_element_arrives_under_any_plan(tmp_path_factory, source, target, 
     def save(member):
         filled = Filled(member, config)
         filled.fill()
-        saver = Saver(CheckpointStore(directory), member.mesh.host, config, keep=1)
-        saver.save(filled.optimizer, 1)
+        saver = Saver(member.mesh.host, config)
+        saver.save(filled.optimizer, 1, CheckpointStore(directory), keep=1)
         saver.finish()
         return saver.poll()[0].error
 

@@ -144,9 +144,9 @@ def reports_of(config, data, directory, steps):
 
     def body(member):
         trainer = Trainer(config, plan, member.mesh, data, torch.device("cpu"))
-        saver = Saver(CheckpointStore(directory), member.mesh.host, config, keep=0)
+        saver = Saver(member.mesh.host, config)
         for step in steps:
-            saver.save(trainer.optimizer, step)
+            saver.save(trainer.optimizer, step, CheckpointStore(directory), keep=0)
             trainer.step(step, saver.wait_staged)
         saver.finish()
         return saver.poll()
@@ -266,9 +266,9 @@ def save_for_ever(config, data, directory, first):
 
     def body(member):
         trainer = Trainer(config, member.plan, member.mesh, data, torch.device("cpu"))
-        saver = Saver(CheckpointStore(directory), member.mesh.host, config, keep=2)
+        saver = Saver(member.mesh.host, config)
         for step in range(first, first + 10**6):
-            saver.save(trainer.optimizer, step)
+            saver.save(trainer.optimizer, step, CheckpointStore(directory), keep=2)
             saver.finish()
 
     try:

@@ -36,6 +36,7 @@ from ntp_launcher.board import Board
 from ntp_launcher.control_store import Address
 from ntp_launcher.environment import Rendezvous
 from ntp_launcher.events import End
+from ntp_launcher.failure import failure_report
 from ntp_launcher.flags import LaunchError, Nodes
 from ntp_launcher.job import Job, prepare_run_dir, proposed_run_dir
 from ntp_launcher.late import EndedError, LateRendezvous, running_job
@@ -244,6 +245,7 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
                 break
         if agent.end.code == ExitCode.DONE:
             return ExitCode.DONE, str(agent.run_dir)
+        sys.stderr.write(failure_report(agent.end, agent.log_dir))
         return agent.end.code, f"{agent.end.reason}; logs in {agent.log_dir}"
     except SignalException as stop:
         return 128 + stop.sigval.value, f"stopped by {stop.sigval.name}"

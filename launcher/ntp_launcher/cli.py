@@ -22,7 +22,7 @@ from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
 from ntp.topology import parse_failed, read_rank_map
 from ntp_launcher.flags import Nodes, OneLineParser, add_torchrun_flags, nodes_from
-from ntp_launcher.job import Job
+from ntp_launcher.job import Display, Job
 from ntp_launcher.memory_view import parse_memory
 from ntp_launcher.placement import block_size
 from ntp_launcher.view import show
@@ -98,6 +98,14 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         metavar="SIZE",
         help="with --dry-run: say whether the job fits devices of this memory, as in 80GiB",
     )
+    parser.add_argument("--quiet", action="store_true", help="show losses and failures alone")
+    parser.add_argument(
+        "--log-format",
+        "--log_format",
+        choices=("text", "json"),
+        default="text",
+        help="what goes to stdout: text (a live view on a terminal), or a JSON object a line",
+    )
     add_torchrun_flags(parser, environ)
     return parser
 
@@ -113,7 +121,16 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str
     if args.dry_run:
         show(config, plan, Console(), args.device_memory)
         return 0
-    job = Job(config, plan, args.run_dir, environ, worker_module, args.resume, args.strict)
+    job = Job(
+        config,
+        plan,
+        args.run_dir,
+        environ,
+        worker_module,
+        args.resume,
+        args.strict,
+        Display(args.quiet, args.log_format),
+    )
     return _launch(job, nodes)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,7 +91,7 @@ class Crew:
             code = worker.poll()
             if code is not None:
                 error = worker.error() if code else ""
-                self._news.append(WorkerExited(rank, incarnation, code, error, since))
+                self._news.append(WorkerExited(rank, incarnation, code, error, since, socket.gethostname()))
                 del self._workers[rank]
         for look in list(self._looks):
             verdict = _verdict(look)

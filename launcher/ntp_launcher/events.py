@@ -4,6 +4,7 @@ A process is named by its rank and its incarnation (the first process of a rank 
 its node and its session, so that late news of an old one cannot be taken for news of its successor.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ class WorkerExited:
     code: int
     error: str = ""
     noticed_s: float = 0.0
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +135,18 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The job is over: exit with this code."""
+    """The job is over: exit with this code.
+
+    Attributes:
+        rank, host: whose log tells the cause; None, "" where no log does.
+        others: ranks whose ends are consequences.
+    """
 
     code: int
     reason: str
+    rank: int | None = None
+    host: str = ""
+    others: Sequence[int] = ()
 
 
 Action = Open | Kill | Probe | Start | End

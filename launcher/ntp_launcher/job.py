@@ -9,12 +9,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ntp.checkpoint.store import CheckpointStore, checkpoint_directory
 from ntp.config import Config, dump_yaml, load_config
 from ntp.errors import ConfigError
 from ntp.plan import Plan
 from ntp_launcher.flags import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """What the terminal shows; `log_format` is text or json."""
+
+    quiet: bool = False
+    log_format: Literal["text", "json"] = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,7 @@ class Job:
         environ: the launcher's own.
         resume: what to go on from: auto, a step or a path; None = a new run.
         strict: refuse a damaged checkpoint.
+        display: what the terminal shows.
     """
 
     config: Config
@@ -35,6 +45,7 @@ class Job:
     worker_module: str = "ntp.worker"
     resume: str | None = None
     strict: bool = False
+    display: Display = Display()
 
     def fingerprint(self) -> str:
         """Equal on two nodes exactly when they were asked for the same job."""

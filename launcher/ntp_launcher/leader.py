@@ -6,14 +6,15 @@ the keys of `ntp.protocol`. All that it knows of the job's fate is the coordinat
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from ntp.protocol import FINISHED, GENERATION, Generation
+from ntp_launcher.audience import Audience
 from ntp_launcher.coordinator import Rules, State, Status, begin, react
 from ntp_launcher.events import (
     Action,
@@ -36,10 +37,11 @@ from ntp_launcher.job import Job
 from ntp_launcher.ledger import Ledger
 from ntp_launcher.lookout import Lookout
 from ntp_launcher.mail import END, HELLOS, Inbox, Outbox, Post, left_key, read_json, take
-from ntp_launcher.outcome import ExitCode
+from ntp_launcher.outcome import ExitCode, first_cause
 
 _REQUESTS_S = 0.5
 _POLL_S = 0.05
+_COMING = (Status.STARTING, Status.READY, Status.PROBING)
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class Leader:
         node: the leader's own.
         homes: the node of every rank.
         resumes: the run goes on from a checkpoint.
-        say: takes a line for the terminal; True for a warning.
+        audience: hears of everything.
     """
 
     def __init__(
@@ -85,12 +87,12 @@ class Leader:
         node: int,
         homes: Mapping[int, int],
         resumes: bool,
-        say: Callable[[str, bool], None],
+        audience: Audience,
     ) -> None:
-        self._job, self._run_dir, self._store, self._say = job, run_dir, store, say
+        self._job, self._run_dir, self._store, self._audience = job, run_dir, store, audience
         self._rules = Rules(job.config, homes)
         self._state = begin(self._rules, job.plan.failed)
-        self._ledger = Ledger(job.config, run_dir, store, resumes, lambda line: say(line, False))
+        self._ledger = Ledger(job.config, run_dir, store, resumes, audience)
         self._lookout = Lookout(store, job.config.elastic, homes, node)
         self._agents = {other: self._agent(other, 0) for other in sorted(set(homes.values()))}
         self._sessions = dict.fromkeys(self._agents, 0)
@@ -98,7 +100,9 @@ class Leader:
         self._heard = 0
         self._requests_at = 0.0
         self._tally = _Tally()
+        self._hosts: dict[int, str] = {}
         store.set(GENERATION, self._state.generation.to_json())
+        audience.begin(self._state.generation)
 
     @property
     def generation(self) -> Generation:
@@ -116,6 +120,8 @@ class Leader:
         for action in actions:
             self._act(action)
         self._tell(before, events)
+        self._audience.coming(rank for rank, seen in self._state.ranks.items() if seen.status in _COMING)
+        self._audience.look()
 
     def end(self, code: int, reason: str) -> None:
         """Ends the job for a reason of the leader's own."""
@@ -125,6 +131,7 @@ class Leader:
     def farewell(self, timeout_s: float) -> None:
         """Waits until every agent has seen the end: the store may go with this process."""
         self._ledger.close()
+        self._audience.close()
         keys = [left_key(self._agents[node].post) for node in self._state.sessions]
         deadline = time.monotonic() + timeout_s
         while not self._store.check(keys) and time.monotonic() < deadline:
@@ -190,6 +197,7 @@ class Leader:
                 case WorkerHung():
                     self._tally.silent[event.rank] = event.silent_s
                 case WorkerExited():
+                    self._hosts[event.rank] = event.host
                     silent_s = self._tally.silent.pop(event.rank, event.noticed_s)
                     self._tally.detect_s = max(self._tally.detect_s, silent_s)
                 case AgentLost():
@@ -203,10 +211,7 @@ class Leader:
                 self._store.set(GENERATION, generation.to_json())
                 self._ledger.note(generation, self._tally.detect_s)
                 members, total = len(self._state.members()), len(self._state.ranks)
-                self._say(
-                    f"{generation.cause}; generation {generation.generation} has {members} of {total} ranks",
-                    True,
-                )
+                self._audience.opened(generation, members, total)
             case Kill() | Probe() | Start():
                 if isinstance(action, Start):
                     self._lookout.forget(action.rank)
@@ -214,7 +219,18 @@ class Leader:
             case End():
                 if action.code == ExitCode.DONE:
                     self._ledger.finish()
+                action = self._blame(action)
+                self._audience.ended(action.code, action.reason)
                 self._store.set(END, json.dumps(asdict(action)))
+
+    def _blame(self, end: End) -> End:
+        """The end with the rank whose log says more, and how many others went with it."""
+        cause = first_cause(self._state.exits)
+        if end.code == ExitCode.DONE or cause is None or self._state.notes:
+            return end
+        host = self._hosts.get(cause.rank, "")
+        others = tuple(exit.rank for exit in self._state.exits if exit.rank != cause.rank)
+        return replace(end, rank=cause.rank, host=host, others=others)
 
     def _tell(self, before: State, events: list[Event]) -> None:
         """Says which ranks will not come back by themselves."""
@@ -225,4 +241,4 @@ class Leader:
             if seen.status is Status.OUT and before.ranks[rank].status is not Status.OUT:
                 detail = details.get(rank)
                 why = f"its device failed the probe: {detail}" if detail else "it has failed too often"
-                self._say(f"rank {rank} stays out ({why}) until `ntp-heal RUN_DIR --ranks {rank}`", True)
+                self._audience.warn(f"rank {rank} stays out ({why}) until `ntp-heal RUN_DIR --ranks {rank}`")

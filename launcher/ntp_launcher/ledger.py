@@ -6,8 +6,8 @@ before the next is begun.
 """
 
 import json
+import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from ntp.protocol import (
     RecoveryTimes,
     metrics_key,
     recovery_key,
+    snapshot_directory,
 )
 from ntp.run_directory import Metrics, write_json
+from ntp_launcher.audience import Audience
 from ntp_launcher.events import StepCommitted
 from ntp_launcher.mail import peek, read_json, take
 
@@ -60,22 +62,23 @@ class _Change:
 
 
 class Ledger:
-    """The leader's books. `say` shows a line to the user.
+    """The leader's books; `audience` hears what is written down.
 
     Args:
         resumes: the run goes on from a checkpoint, so that the workers have to say from where.
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, store: Store, resumes: bool, say: Callable[[str], None]
+        self, config: Config, run_dir: Path, store: Store, resumes: bool, audience: Audience
     ) -> None:
-        self._config, self._run_dir, self._store, self._say = config, run_dir, store, say
+        self._config, self._run_dir, self._store, self._audience = config, run_dir, store, audience
         self._resumes = resumes
         self._metrics: Metrics | None = None
         self._step = 0
         self._productive_s = 0.0
         self._begun = time.monotonic()
         self._changes: list[_Change] = []
+        self._clear_snapshots()  # an earlier run's would not be of this one's steps
 
     def note(self, generation: Generation, detect_s: float) -> None:
         """A new generation has been opened."""
@@ -95,7 +98,7 @@ class Ledger:
             line = json.loads(text)
             self._metrics.append(line)
             self._productive_s += line["step_time_s"] or 0.0
-            self._show(line)
+            self._audience.committed(line)
             done.append(StepCommitted(self._step, line["generation"]))
         if done:
             self._take_times()
@@ -116,12 +119,16 @@ class Ledger:
         }
         write_json(self._run_dir / "summary.json", summary)
         if "weights_sha256" in summary:
-            self._say(f"weights_sha256 {summary['weights_sha256']}")
+            self._audience.say(f"weights_sha256 {summary['weights_sha256']}")
 
     def close(self) -> None:
-        """Gives the file up."""
+        """Gives the file and the snapshots up."""
         if self._metrics is not None:
             self._metrics.close()
+        self._clear_snapshots()
+
+    def _clear_snapshots(self) -> None:
+        shutil.rmtree(snapshot_directory(self._run_dir), ignore_errors=True)
 
     def _begin(self) -> None:
         """Opens the file, as soon as it is known which of its lines are of earlier runs."""
@@ -137,18 +144,4 @@ class Ledger:
                 text = take(self._store, recovery_key(change.generation.generation))
                 if text is not None:
                     change.times = RecoveryTimes.from_json(text)
-
-    def _show(self, line: dict[str, Any]) -> None:
-        every, last = self._config.log.every, self._config.train.last_step
-        if line["step"] % every == 0 or line["step"] == last:
-            self._say(step_line(line, self._config.train.steps))
-
-
-def step_line(line: dict[str, Any], steps: int) -> str:
-    """One plain line about a step, from its metrics."""
-    held_out = f"  held-out {line['held_out_loss']:.4f}" if "held_out_loss" in line else ""
-    rate = "" if line["tokens_per_s"] is None else f"  {line['tokens_per_s']} tokens/s"
-    return (
-        f"step {line['step']}/{steps}  loss {line['loss']:.4f}{held_out}"
-        f"  grad norm {line['grad_norm']:.3f}  lr {line['lr']:.2e}{rate}"
-    )
+                    self._audience.recovered(change.to_json())

@@ -6,7 +6,6 @@ LeaderLostError.
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from ntp_launcher.flags import Nodes
 from ntp_launcher.job import Job
 from ntp_launcher.leader import Leader
 from ntp_launcher.lease import PATIENCE, Lease
+from ntp_launcher.listeners import audience_of
 from ntp_launcher.mail import END, Inbox, Outbox, Post, lease_key, left_key, peek, read_json
 from ntp_launcher.placement import block_size
 
@@ -113,7 +113,8 @@ class Node:
         world = self._job.config.parallel.world_size
         homes = {rank: rank // self._size for rank in range(world)}
         resumes = bool(self._environ(self._job.plan.reporter, 0)["NTP_RESUME"])
-        return Leader(self._job, self._run_dir, self._store, self._post.node, homes, resumes, _say)
+        audience = audience_of(self._job, self._run_dir)
+        return Leader(self._job, self._run_dir, self._store, self._post.node, homes, resumes, audience)
 
     def _recipe(self, log_dir: Path) -> Recipe:
         elastic = self._job.config.elastic
@@ -157,13 +158,3 @@ class Node:
             self._leader_lease, self._leader_seen = lease, now
         elif self._leader is None and now - self._leader_seen > _LEADER_PATIENCE * self._lease.seconds:
             raise LeaderLostError
-
-
-def _say(line: str, is_warning: bool) -> None:
-    """A line on the terminal: results on stdout, what went wrong on stderr."""
-    if is_warning:
-        sys.stderr.write(f"ntp-launch: {line}\n")
-        sys.stderr.flush()
-    else:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()

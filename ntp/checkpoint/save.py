@@ -1,10 +1,10 @@
 """Saving behind the training steps.
 
     saver.prepare(optimizer)        # once, before the first save: host memory
-    saver.save(optimizer, step)     # after the commit of `step`; returns at once
-    saver.wait_staged()             # before the next commit: the state may change from here on
-    saver.poll()                    # reports of saves that have ended
-    saver.finish()                  # waits for the save under way
+    saver.save(optimizer, step, store, keep)    # after the commit of `step`; returns at once
+    saver.wait_staged()                         # before the next commit: the state may change from here on
+    saver.poll()                                # reports of saves that have ended
+    saver.finish()                              # waits for the save under way
 
 A thread copies this rank's slices to host memory while the next step computes, writes them, and agrees with
 the other ranks over a group of its own. One save is under way at a time: `save` waits for the one before, so
@@ -39,6 +39,7 @@ class SaveReport:
     """How a save ended, the same on every rank but for times.
 
     Attributes:
+        directory: of the checkpoints that it belongs to.
         error: why it failed, None where it did not.
         bytes: written by all ranks together.
         seconds: from the start to the last disk sync.
@@ -46,6 +47,7 @@ class SaveReport:
     """
 
     step: int
+    directory: Path
     error: str | None
     bytes: int
     seconds: float
@@ -64,8 +66,8 @@ class SaveReport:
 class _Job:
     """A save under way."""
 
-    def __init__(self, step: int):
-        self.step = step
+    def __init__(self, step: int, store: CheckpointStore, keep: int):
+        self.step, self.store, self.keep = step, store, keep
         self.started = time.monotonic()
         self.staged = threading.Event()
         self.stall_s = 0.0
@@ -75,7 +77,9 @@ class _Job:
         self.thread: threading.Thread | None = None
 
     def report(self) -> SaveReport:
-        return SaveReport(self.step, self.error, self.bytes, self.ended - self.started, self.stall_s)
+        return SaveReport(
+            self.step, self.store.directory, self.error, self.bytes, self.ended - self.started, self.stall_s
+        )
 
 
 class Saver:
@@ -84,12 +88,10 @@ class Saver:
     Args:
         group: every worker; carries host tensors and is used by nothing else.
         config: goes into the manifest.
-        keep: how many checkpoints stay, 0 = all.
     """
 
-    def __init__(self, store: CheckpointStore, group: Group, config: Config, keep: int):
-        self._store, self._group = store, group
-        self._config, self._keep = config, keep
+    def __init__(self, group: Group, config: Config):
+        self._group, self._config = group, config
         self._job: _Job | None = None
         self._ended: list[SaveReport] = []
         self._host: tuple[Tensor, ...] = ()
@@ -105,11 +107,15 @@ class Saver:
         if [flat.shape for flat in self._host] != [flat.shape for flat in source]:
             self._host = tuple(torch.empty(flat.shape, pin_memory=pinned) for flat in source)
 
-    def save(self, optimizer: DistributedOptimizer, step: int) -> None:
-        """Start saving the state after `step`; every worker calls it, and has not begun the next commit."""
+    def save(self, optimizer: DistributedOptimizer, step: int, store: CheckpointStore, keep: int) -> None:
+        """Start saving the state after `step`; every worker calls it, and has not begun the next commit.
+
+        Args:
+            keep: how many checkpoints stay in `store`, 0 = all.
+        """
         before = time.monotonic()
         self.finish()
-        job = self._job = _Job(step)
+        job = self._job = _Job(step, store, keep)
         if self._preparing is not None:
             self._preparing.join()
         self._allocate(optimizer)
@@ -169,12 +175,11 @@ class Saver:
         shapes: dict[str, tuple[int, int]],
     ) -> None:
         """The steps of a save; each is agreed on before the next, so that all ranks end at the same one."""
-        store, step = self._store, job.step
 
         def prepare() -> str | None:
             stage()
             job.staged.set()
-            return str(store.begin(step)) if self._group.leads else None
+            return str(job.store.begin(job.step)) if self._group.leads else None
 
         def write(folder: Path) -> list[Any]:
             if not shards:
@@ -206,8 +211,8 @@ class Saver:
             pieces=tuple(Piece.from_json(values) for _, pieces in written for values in pieces),
         )
         check_files(folder, manifest)  # not there: the hosts share no file system
-        self._store.publish(job.step, folder, manifest.text())
-        self._store.prune(job.step, self._keep)
+        job.store.publish(job.step, folder, manifest.text())
+        job.store.prune(job.step, job.keep)
 
     def _agree(self, action: Callable[[], Any]) -> list[Any]:
         """Run `action` on every rank and return what each returned.

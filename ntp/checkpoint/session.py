@@ -10,20 +10,28 @@ from ntp.collectives import Mesh
 from ntp.config import Config
 from ntp.errors import CheckpointError
 from ntp.hugging_face import import_weights
+from ntp.messages import leaders_value
 from ntp.trainer import Trainer
+
+_SNAPSHOTS_KEPT = 2
+"""One may be under way when it is needed."""
 
 
 class Checkpoints:
-    """The checkpoints of one worker's run.
+    """The checkpoints of one worker's run, and its snapshots: checkpoints in host memory, for the run alone.
 
     Args:
+        snapshots: a directory in host memory that outlives the worker.
         say: takes a line for the user; does nothing on all ranks but one.
     """
 
-    def __init__(self, config: Config, run_dir: Path, mesh: Mesh, say: Callable[[str], None]):
+    def __init__(
+        self, config: Config, run_dir: Path, snapshots: Path, mesh: Mesh, say: Callable[[str], None]
+    ):
         self.directory = checkpoint_directory(config, run_dir)
         self._config, self._mesh, self._say = config, mesh, say
-        self._saver = Saver(CheckpointStore(self.directory), mesh.host, config, config.checkpoint.keep)
+        self._saver = Saver(mesh.host, config)
+        self._store, self._snapshots = CheckpointStore(self.directory), CheckpointStore(snapshots)
         self._last: SaveReport | None = None
 
     def start(self, trainer: Trainer, resume: str | None, strict: bool) -> int:
@@ -49,14 +57,43 @@ class Checkpoints:
             trainer.publish()
         return 0
 
+    def go_back(self, trainer: Trainer) -> tuple[int, str]:
+        """Load the newest sound state of this run; collective.
+
+        Returns:
+            The step after which it goes on (0 = nothing was ever saved, nothing loaded), and `snapshot` or
+            `checkpoint`.
+
+        Raises:
+            CheckpointError: what was saved is all damaged.
+        """
+        places = [("snapshot", self._snapshots), ("checkpoint", self._store)]
+        latest = leaders_value(self._mesh.host, [max(store.steps(), default=0) for _, store in places])
+        order = sorted(zip(latest, places, strict=True), key=lambda item: -item[0])
+        for _, (name, store) in [item for item in order if item[0]]:
+            try:
+                loaded = load("auto", store.directory, self._config, trainer.optimizer, self._mesh.host)
+            except CheckpointError as error:
+                self._say(f"no {name} to go back to: {error}")
+                continue
+            for note in loaded.notes:
+                self._say(note)
+            return loaded.step, name
+        if any(latest):
+            raise CheckpointError("nothing that was saved can be loaded")
+        return 0, "checkpoint"
+
     def before_commit(self) -> None:
         """Wait until the state of the save under way may change."""
         self._saver.wait_staged()
 
     def after(self, trainer: Trainer, step: int) -> None:
         """Start a save if one is due after `step`, and tell how earlier ones ended."""
+        every = self._config.elastic.snapshot_every
         if self._is_due(step):
-            self._saver.save(trainer.optimizer, step)
+            self._saver.save(trainer.optimizer, step, self._store, self._config.checkpoint.keep)
+        elif every and step % every == 0:
+            self._saver.save(trainer.optimizer, step, self._snapshots, _SNAPSHOTS_KEPT)
         self._tell()
 
     def end(self) -> None:
@@ -76,5 +113,8 @@ class Checkpoints:
 
     def _tell(self) -> None:
         for report in self._saver.poll():
-            self._last = report
-            self._say(report.line())
+            if report.directory == self.directory:
+                self._last = report
+                self._say(report.line())
+            elif report.error is not None:
+                self._say(f"snapshot of step {report.step} failed, training goes on: {report.error}")

@@ -1,0 +1,116 @@
+"""What the terminal shows of a run: the live view, plain lines, JSON lines, or failures alone."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.live import Live
+
+from ntp.config import Config
+from ntp_launcher.audience import Listener
+from ntp_launcher.live import render
+from ntp_launcher.progress import Happening, Snapshot
+
+LogFormat = Literal["text", "json"]
+_LOUD = ("loss", "join", "warning")
+_QUIET = ("loss", "warning")
+
+
+def terminal(config: Config, quiet: bool, log_format: LogFormat) -> Listener:
+    """The listener that fits: a live view where stdout is a terminal and lines are not asked for."""
+    if log_format == "json":
+        return JsonLines(config, quiet)
+    console = Console()
+    if quiet or not console.is_terminal or console.is_dumb_terminal:
+        return Lines(config, quiet)
+    return View(config, console)
+
+
+class Lines:
+    """One plain line a step on stdout, losses and warnings on stderr; quiet: the latter alone."""
+
+    def __init__(self, config: Config, quiet: bool = False) -> None:
+        self._every, self._last, self._steps = config.log.every, config.train.last_step, config.train.steps
+        self._quiet = quiet
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        if not self._quiet and (line["step"] % self._every == 0 or line["step"] == self._last):
+            self.say(step_line(line, self._steps))
+
+    def happening(self, happening: Happening) -> None:
+        if happening.kind in (_QUIET if self._quiet else _LOUD):
+            sys.stderr.write(f"ntp-launch: {happening.text}\n")
+            sys.stderr.flush()
+        elif happening.kind == "recovery" and not self._quiet:
+            self.say(happening.text)
+
+    def say(self, line: str) -> None:
+        if not self._quiet:
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+
+    def look(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Nothing to draw."""
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+class JsonLines(Lines):
+    """The same as JSON on stdout, for programs: every line an object with `kind`."""
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        if not self._quiet and (line["step"] % self._every == 0 or line["step"] == self._last):
+            self._write({"kind": "step", **line})
+
+    def happening(self, happening: Happening) -> None:
+        if not self._quiet or happening.kind in _QUIET:
+            told = {"time": round(happening.time, 3), "kind": happening.kind, "text": happening.text}
+            self._write({**told, **happening.values})
+
+    def say(self, line: str) -> None:
+        if not self._quiet:
+            self._write({"kind": "note", "text": line})
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        sys.stdout.write(json.dumps(values) + "\n")
+        sys.stdout.flush()
+
+
+class View:
+    """The live view. What others write to stdout and stderr appears above it."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        del config
+        self._console = console
+        self._unicode = not console.options.ascii_only
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Drawn with the next look."""
+
+    def happening(self, happening: Happening) -> None:
+        """Drawn with the next look."""
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False)
+
+    def look(self, snapshot: Callable[[], Snapshot]) -> None:
+        size = self._console.size
+        self._live.update(render(snapshot(), size.width, size.height - 1, self._unicode), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def step_line(line: Mapping[str, Any], steps: int) -> str:
+    """One plain line about a step, from its metrics."""
+    held_out = f"  held-out {line['held_out_loss']:.4f}" if "held_out_loss" in line else ""
+    rate = "" if line["tokens_per_s"] is None else f"  {line['tokens_per_s']} tokens/s"
+    return (
+        f"step {line['step']}/{steps}  loss {line['loss']:.4f}{held_out}"
+        f"  grad norm {line['grad_norm']:.3f}  lr {line['lr']:.2e}{rate}"
+    )
