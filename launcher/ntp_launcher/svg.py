@@ -51,7 +51,9 @@ def lines(series: Sequence[Series], x_label: str, marks: Sequence[tuple[float, s
     for one in series:
         thinned = _thin([point for point in one.points if math.isfinite(point[1])])
         path = " ".join(f"{x_axis.at(x):.1f},{y_axis.at(y):.1f}" for x, y in thinned)
-        body.append(f'<polyline class="line {one.style}" points="{path}"><title>{escape(one.name)}</title></polyline>')
+        body.append(
+            f'<polyline class="line {one.style}" points="{path}"><title>{escape(one.name)}</title></polyline>'
+        )
     return _svg(HEIGHT, body)
 
 
