@@ -128,7 +128,8 @@ class Audience:
     def _happen(self, kind: str, text: str, values: Mapping[str, Any] | None = None) -> None:
         happening = Happening(time.time(), kind, text, values or {})
         self._progress.happened(happening)
-        line = {"time": round(happening.time, 3), "kind": kind, "text": text, **happening.values}
+        told = {"time": round(happening.time, 3), "kind": kind, "text": text}
+        line = {**told, **happening.values, **told}  # a recovery has a kind of its own
         self._events.write(json.dumps(line) + "\n")
         self._events.flush()
         for listener in self._listeners:

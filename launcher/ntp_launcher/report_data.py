@@ -1,4 +1,4 @@
-"""What a report is made of: a run directory as one value. A run that has not ended, or not well, is read too."""
+"""What a report is made of: a run directory as one value, also of a run that has not ended, or not well."""
 
 import json
 from collections.abc import Mapping

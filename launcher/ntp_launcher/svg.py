@@ -72,7 +72,8 @@ def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], unit: 
             wide = axis.at(x + value) - axis.at(x)
             title = f"{name}: {value:.3f} {unit}"
             body.append(
-                f'<rect class="{style}" x="{axis.at(x):.1f}" y="{top}" width="{max(0.0, wide):.1f}" height="20">'
+                f'<rect class="{style}" x="{axis.at(x):.1f}" y="{top}" width="{max(0.0, wide):.1f}" '
+                f'height="20">'
                 f"<title>{escape(title)}</title></rect>"
             )
             x += value

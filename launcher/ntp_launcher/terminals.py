@@ -68,7 +68,7 @@ class JsonLines(Lines):
     def happening(self, happening: Happening) -> None:
         if not self._quiet or happening.kind in _QUIET:
             told = {"time": round(happening.time, 3), "kind": happening.kind, "text": happening.text}
-            self._write({**told, **happening.values})
+            self._write({**told, **happening.values, **told})
 
     def say(self, line: str) -> None:
         if not self._quiet:
