@@ -34,7 +34,7 @@ MESHES = [
     ({"dp": 2, "tp": 4, "overlap_exchange": False}, (3,)),
     ({"dp": 2, "tp": 4, "standbys": 1, "rank_map": (8, 5, 2, 7, 0, 3, 6, 1, 4)}, (3, 5, 6)),
 ]
-ODD_MESHES = [({"dp": 1, "tp": tp}, ()) for tp in (2, 3)] + [
+ODD_MESHES = [({"dp": 1, "tp": tp}, ()) for tp in (2, 3, 4, 5)] + [
     ({"dp": 2, "tp": 3}, (1,)),
     ({"dp": 3, "tp": 2}, (5,)),
 ]
