@@ -1,8 +1,9 @@
 """`ntp-compare RUN_A RUN_B`: are two runs the same, step by step?
 
 Settings that decide the bits are compared first, then every step that both runs have computed (a resumed run
-has only the later ones), then how they ended. What cannot move a bit (the mesh, logging, checkpoints) may
-differ. Exit code: 0 no difference, 1 the first difference, which is named, 2 a run cannot be read.
+has only the later ones), then how they ended. What cannot move a bit (the mesh, faults, logging,
+checkpoints) may differ. Exit code: 0 no difference, 1 the first difference, which is named, 2 a run cannot
+be read.
 """
 
 import json
@@ -15,8 +16,9 @@ from ntp.config import load_config
 from ntp.errors import ConfigError, NtpError
 from ntp_launcher.flags import OneLineParser
 
-_FREE_SECTIONS = ("parallel", "checkpoint", "log")
+_FREE_SECTIONS = ("parallel", "checkpoint", "elastic", "faults", "log")
 _FREE_KEYS = (
+    "optimizer.copies",
     "train.timeout_s",
     "train.stop_after",
     "train.profile",
