@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ntp.plan import Plan
 
@@ -221,24 +222,35 @@ class _GuardedWork:
 
 
 class TorchFabric:
-    """Groups of an initialised torch.distributed world whose rank `i` is process rank `world[i]`."""
+    """Groups of an initialised torch.distributed world whose rank `i` is process rank `world[i]`.
 
-    def __init__(self, world: Sequence[int], rank: int, check: Check = lambda: None):
+    Args:
+        build_timeout: for building a group.
+        timeout: of a collective, but for groups on the host.
+    """
+
+    def __init__(
+        self, world: Sequence[int], rank: int, check: Check, build_timeout: timedelta, timeout: timedelta
+    ):
+        self._build_timeout, self._timeout = build_timeout, timeout
         self._index = {process: place for place, process in enumerate(world)}
         self._rank = rank
         self._check = check
         self._groups: list[TorchGroup] = []
 
     def group(self, ranks: Sequence[int], on_host: bool = False) -> Group | None:
-        options: dict[str, Any] = {"backend": "gloo", "timeout": _HOST_TIMEOUT} if on_host else {}
+        options: dict[str, Any] = {"backend": "gloo"} if on_host else {}
         self._check()
         try:
-            process_group = dist.new_group([self._index[rank] for rank in ranks], **options)
+            process_group = dist.new_group(
+                [self._index[rank] for rank in ranks], timeout=self._build_timeout, **options
+            )
         except RuntimeError as error:
             raise PeerLostError(str(error)) from error
         if self._rank not in ranks:
             return None
         assert isinstance(process_group, dist.ProcessGroup)
+        _set_pg_timeout(_HOST_TIMEOUT if on_host else self._timeout, process_group)
         group = TorchGroup(ranks, list(ranks).index(self._rank), process_group, self._check)
         self._groups.append(group)
         return group

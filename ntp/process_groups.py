@@ -28,7 +28,13 @@ def connect(host: str, port: int, prefix: str, timeout_s: float) -> Store:
 
 @contextmanager
 def joined_generation(
-    store: Store, generation: int, world: Sequence[int], rank: int, device: torch.device, control: Control
+    store: Store,
+    generation: int,
+    world: Sequence[int],
+    rank: int,
+    device: torch.device,
+    control: Control,
+    timeout_s: float,
 ) -> Iterator[TorchFabric]:
     """Take part in one generation; on leaving, give its connections up so that no peer waits for this rank.
 
@@ -36,6 +42,7 @@ def joined_generation(
         world: every process rank that takes part, ascending; `rank` is this one's.
         device: decides the backend, gloo or NCCL.
         control: is asked before every collective, and aborts NCCL's when the generation is over.
+        timeout_s: of one collective.
 
     Raises:
         PeerLostError: somebody went before the groups were built.
@@ -51,7 +58,7 @@ def joined_generation(
         )
     except RuntimeError as error:
         raise PeerLostError(str(error)) from error
-    fabric = TorchFabric(world, rank, control.check)
+    fabric = TorchFabric(world, rank, control.check, _BUILD_TIMEOUT, timedelta(seconds=timeout_s))
     if backend == "nccl":
         control.on_over = fabric.abort
     try:

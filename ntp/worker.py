@@ -82,7 +82,9 @@ def main() -> None:
     groups = here.connect()
 
     def join(plan: Plan) -> AbstractContextManager[TorchFabric]:
-        return joined_generation(groups, plan.generation, plan.world, here.rank, device, control)
+        return joined_generation(
+            groups, plan.generation, plan.world, here.rank, device, control, here.config.train.timeout_s
+        )
 
     try:
         Life(job, control, join).run()
