@@ -66,9 +66,9 @@ def test_activations_are_those_that_autograd_saves() -> None:
 
 
 def test_copies_replicas_and_degree_move_the_numbers_as_they_should() -> None:
-    two = by_rank(load_config(TINY))[0]
-    one = by_rank(load_config(TINY, ["optimizer.copies=1"]))[0]
-    assert one.optimizer < two.optimizer <= 2 * one.optimizer
+    twice, once = by_rank(load_config(TINY)), by_rank(load_config(TINY, ["optimizer.copies=1"]))
+    assert sum(rank.optimizer for rank in twice.values()) == 2 * sum(rank.optimizer for rank in once.values())
+    two = twice[0]
     smaller = by_rank(load_config(TINY), (3,))
     assert max(smaller[r].parameters for r in (0, 1, 2)) > two.parameters
     assert by_rank(load_config(TINY, ["train.device=cuda"]))[0].reserved > 0
