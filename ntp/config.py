@@ -366,7 +366,8 @@ def _short(value: object) -> str:
 
 def _nearest(names: list[str], root: type[BaseModel]) -> str:
     """The known key closest to an unknown one: the same name elsewhere, then its section, then anywhere."""
-    known = list(_known_keys(root))
+    rehearsal = "faults."  # has keys such as `step`, which a user rarely means
+    known = [key for key in _known_keys(root) if names[0] == "faults" or not key.startswith(rehearsal)]
     parent, leaf = ".".join(names[:-1]), names[-1]
     same_name = [key for key in known if key.rpartition(".")[2] == leaf]
     if same_name:

@@ -188,14 +188,13 @@ def _kernels() -> Iterator[Finding]:
 def _group() -> Finding:
     """How long this process takes to build a group of itself, twice: what a recovery does."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore
 
     with tempfile.TemporaryDirectory() as folder:
         try:
             took = 0.0
             for attempt in range(2):
                 began = time.monotonic()
-                store = FileStore(f"{folder}/{attempt}", 1)
+                store = dist.FileStore(f"{folder}/{attempt}", 1)  # pyright: ignore[reportPrivateImportUsage]
                 dist.init_process_group(
                     "gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20)
                 )

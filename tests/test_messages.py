@@ -1,0 +1,74 @@
+"""Wrong invocations: each message is one line that names what was asked, what was found and what to do."""
+
+from pathlib import Path
+
+import pytest
+from ntp_launcher.cli import main
+
+TINY = str(Path(__file__).parent.parent / "configs" / "tiny-cpu.yaml")
+
+WRONG: list[tuple[list[str], list[str]]] = [
+    (["no-such.yaml"], ["no-such.yaml", "No such file"]),
+    ([TINY, "--failed", "8"], ["'8'", "out of range", "0 to 7"]),
+    ([TINY, "--failed", "3,3"], ["'3'", "twice"]),
+    ([TINY, "--failed", "dp=0/tp=9"], ["dp=0/tp=9", "dp=2 x tp=4"]),
+    ([TINY, "--failed", "gpu3"], ["gpu3", "dp=0/tp=3"]),
+    ([TINY, "--failed", "0,1,2,3,4,5,6,7"], ["all 8 ranks"]),
+    ([TINY, "--failed", "@missing.txt"], ["@missing.txt", "No such file"]),
+    ([TINY, "--set", "train.step=5"], ["train.step", "train.steps"]),
+    ([TINY, "--set", "train.steps"], ["train.steps", "key.path=value"]),
+    ([TINY, "--set", "train.steps=five"], ["train.steps", "five", "integer"]),
+    ([TINY, "--set", "train.steps=0"], ["train.steps", "0", "1"]),
+    ([TINY, "--set", "parallel.tp=64"], ["parallel.tp=64", "units"]),
+    ([TINY, "--set", "parallel.min_degree=5"], ["min_degree=5", "tp=4"]),
+    ([TINY, "--set", "train.global_batch=7", "--set", "train.micro_batch=2"], ["7", "2", "multiple"]),
+    ([TINY, "--set", "data.tokenizer=missing.json"], ["missing.json"]),
+    ([TINY, "--set", "model.vocab_size=100"], ["100", "257"]),
+    ([TINY, "--set", "train.timeout_s=500"], ["train.timeout_s=500", "elastic.step_timeout_s=180"]),
+    ([TINY, "--set", "log.prometheus_port=70000"], ["log.prometheus_port", "70000"]),
+    ([TINY, "--nnodes", "2"], ["--nnodes 2", "--rdzv-endpoint"]),
+    ([TINY, "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], ["--node-rank 2", "--nnodes 2"]),
+    ([TINY, "--nproc-per-node", "3"], ["--nproc-per-node 3", "8 ranks"]),
+    ([TINY, "--device-memory", "80QB"], ["80QB", "80GiB"]),
+    ([TINY, "--rank-map", "missing.json"], ["missing.json", "No such file"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"), WRONG, ids=[" ".join(words[1:]) or "file" for words, _ in WRONG]
+)
+def test_a_wrong_invocation_is_told_in_one_line_with_its_facts(
+    arguments: list[str],
+    facts: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*arguments, "--dry-run"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("ntp-launch: ")
+    for fact in facts:
+        assert fact in line, (fact, line)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        ([], ["CONFIG.yaml"]),
+        ([TINY, "--log-format", "xml"], ["--log-format", "xml", "json"]),
+        ([TINY, "--nnodes", "1:4"], ["--nnodes", "1:4"]),
+        ([TINY, "--faild", "3"], ["--faild"]),
+    ],
+)
+def test_a_wrong_option_is_told_the_same_way(
+    arguments: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(fact in line for fact in facts), line

@@ -1,0 +1,75 @@
+"""The report page and the doctor: what they say, and that the page needs nothing from outside."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from ntp_launcher import doctor_cli, report_cli
+from ntp_launcher.doctor import disk_verdict, torch_verdict
+from ntp_launcher.svg import Series, lines
+
+from ntp.config import dump_yaml, load_config
+from tests.test_progress_view import TINY, line
+
+
+def run(folder: Path, loss: bool, bits: str = "40") -> str:
+    folder.mkdir()
+    (folder / "resolved.yaml").write_text(dump_yaml(load_config(TINY)))
+    steps = [{**line(step, int(loss and step > 5)), "loss_bits": bits} for step in range(1, 11)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    events: list[dict[str, object]] = [{"time": 1000.0, "kind": "start", "generation": 0, "failed": []}]
+    if loss:
+        events.append({"time": 1000.05, "kind": "loss", "generation": 1, "failed": [3]})
+    told = [{"text": "rank 3 was <killed>", **event} for event in events]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+    return str(folder)
+
+
+def test_one_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a", loss=True), run(tmp_path / "b", loss=False)
+    target = tmp_path / "page.html"
+    assert report_cli.main([a, b, "-o", str(target)]) == 0
+    page = target.read_text()
+    assert not re.search(r"(src|href)=|url\(|@import|http", page)
+    assert "rank 3 was &lt;killed&gt;" in page
+    assert "<killed>" not in page
+    assert "The losses of all 10 common steps are the same bits." in page
+    assert page.count("<svg") == 6  # four plots, a mesh each; nobody has measured a recovery
+    assert "rank 3 lost, generation 1" in page
+
+
+def test_losses_that_differ_are_told_by_their_first_step(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a", loss=False), run(tmp_path / "b", loss=False, bits="41")
+    assert report_cli.main([a, b]) == 0
+    assert "The losses differ from step 1 on." in (tmp_path / "a" / "report.html").read_text()
+
+
+def test_what_is_no_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_cli.main([str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+    empty = run(tmp_path / "a", loss=False)
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    assert report_cli.main([empty]) == 2
+    assert "no committed step" in capsys.readouterr().err
+
+
+def test_a_long_series_keeps_its_spikes() -> None:
+    points = [(float(x), 100.0 if x == 7777 else 1.0) for x in range(100000)]
+    assert lines([Series("a", points, "s0")], "step").count(",") < 700
+    assert "100" in lines([Series("a", points, "s0")], "step")
+
+
+def test_the_doctor_looks_at_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    doctor_cli.main(["--json", "--run-dir", str(tmp_path / "not" / "yet")])
+    found = {one["name"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert {"torch", "disk", "host memory", "gloo group"} <= found.keys()
+    assert "rebuilt in" in found["gloo group"]["found"]
+    assert found["torch"]["level"] == "ok"
+
+
+def test_the_doctor_says_what_will_not_work_and_what_to_do() -> None:
+    old = torch_verdict("2.9.1+cu128")
+    assert (old.level, "2.9.1" in old.found, "2.11" in old.advice) == ("bad", True, True)
+    assert "pip install" in torch_verdict(None).advice
+    assert "checkpoint.keep" in disk_verdict("/", 1 << 30).advice
