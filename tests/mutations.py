@@ -4,7 +4,8 @@
     python -m tests.mutations overlap norm   # those whose rule or change has one of these words
     python -m tests.mutations --table        # the table of ntp/DESIGN.md
 
-Each mutation of `data/mutations.yaml` is applied to a copy of the tree, in which its test has to fail.
+Each mutation of `data/mutations.yaml` is applied to a copy of the tree, in which its test has to fail;
+without the mutation it has to pass, or its failure would say nothing.
 """
 
 import os
@@ -68,14 +69,31 @@ def load_mutations() -> list[Mutation]:
 
 def try_mutation(mutation: Mutation) -> Outcome:
     """Apply a mutation to a copy of the tree and run its test there."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        copy_tree(copy)
-        (copy / mutation.file).write_text(mutated(mutation), encoding="utf-8")
-        done = run_test(copy, mutation)
+    done = run_test(mutation, mutated(mutation))
     failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     caught = done.returncode == 1 and bool(failures)
     return Outcome(caught, (failures or (done.stdout + done.stderr).strip().splitlines())[-1])
+
+
+def run_test(mutation: Mutation, text: str | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run the test of a mutation until its first failure, in a copy whose mutated file has this text."""
+    options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options += ["-k", mutation.only] if mutation.only else []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        copy_tree(copy)
+        if text is not None:
+            (copy / mutation.file).write_text(text, encoding="utf-8")
+        path = os.pathsep.join(str(copy / part) for part in (".", "kernels", "launcher"))
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", *options, mutation.test],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""},
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
 
 
 def copy_tree(target: Path) -> None:
@@ -97,22 +115,6 @@ def mutated(mutation: Mutation) -> str:
     return text
 
 
-def run_test(tree: Path, mutation: Mutation) -> "subprocess.CompletedProcess[str]":
-    """Run the test of a mutation in `tree` until its first failure."""
-    path = os.pathsep.join(str(tree / part) for part in (".", "kernels", "launcher"))
-    options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    options += ["-k", mutation.only] if mutation.only else []
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, mutation.test],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-
-
 def table() -> str:
     """The mutations as a table in Markdown."""
     rows = [(m.rule, m.change, f"`{m.test.split('::')[1]}`") for m in load_mutations()]
@@ -129,8 +131,11 @@ def main(words: list[str]) -> int:
     every = load_mutations()
     chosen = [m for m in every if not words or any(word in f"{m.rule}: {m.change}" for word in words)]
     missed = 0
+    sound: dict[tuple[str, str], bool] = {}
     for mutation in chosen:
-        outcome = try_mutation(mutation)
+        key = mutation.test, mutation.only
+        sound[key] = sound[key] if key in sound else run_test(mutation).returncode == 0
+        outcome = try_mutation(mutation) if sound[key] else Outcome(False, "the test fails without it")
         missed += not outcome.caught
         verdict = "caught" if outcome.caught else "MISSED"
         print(f"{verdict}  {mutation.rule}: {mutation.change}\n        {outcome.why[:200]}", flush=True)
