@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import time
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,43 @@ def test_a_loss_at_any_point_of_a_step_changes_no_bit(parallel, victims, step, p
     assert hashes == unfailed.hashes
     assert steps == list(unfailed.steps[STEPS - len(steps) :])
     assert len(steps) >= STEPS - step
+
+
+class LastToUpdate(FaultAt):
+    """Kills its rank between vote and update, once all the others have updated."""
+
+    def __init__(self, rank, late, step, trainers):
+        super().__init__(rank, late, step, Phase.UPDATE)
+        self.late, self.trainers = late, trainers
+
+    def enter(self, phase, step):
+        if self.armed and (step, phase) == (self.step, self.phase):
+            others = [trainer for rank, trainer in self.trainers.items() if rank not in self.late]
+            deadline = time.monotonic() + 30
+            while any(trainer.committed < step for trainer in others) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise KilledError
+
+
+def test_a_worker_that_has_voted_finishes_the_step_that_another_has_made():
+    """Ranks 0 and 3 are stopped between vote and update of step 2; rank 3 is lost, rank 0 lives on."""
+    config = make_config(parallel={"dp": 2, "tp": 2}, train={"steps": STEPS, "global_batch": 4})
+    data, plan = open_data(config), make_plan(config)
+    unfailed, trainers = train(config, data), {}
+
+    def body(member):
+        watch = LastToUpdate(member.rank, {0, 3}, 2, trainers)
+        trainer = trainers[member.rank] = Trainer(config, plan, member.mesh, data, CPU, watch)
+        for number in range(1, STEPS + 1):
+            trainer.step(number)
+
+    with pytest.raises(KilledError):
+        simulate(body, plan)
+    assert [trainers[rank].committed for rank in range(4)] == [1, 2, 2, 1]
+    survivors = {rank: trainers[rank] for rank in range(3)}
+    steps, _, hashes = go_on(config, make_plan(config, {3}, generation=1), data, survivors)
+    assert steps == list(unfailed.steps[2:]), "step 2 was not computed again"
+    assert hashes == unfailed.hashes
 
 
 def test_a_rank_that_returns_without_state_is_given_its_share():
