@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ntp.config import Config
 from ntp.corpus import Corpus, open_corpus, split_held_out
 from ntp.errors import DataError
 from ntp.tokenizer import Tokenizer, open_tokenizer
@@ -115,6 +116,20 @@ class Dataset:
             positions=torch.from_numpy(np.concatenate([sequence.positions for sequence in sequences])),
             target_tokens=int(np.count_nonzero(targets != IGNORED)),
         )
+
+
+def datasets_of(config: Config, cache_dir: Path | None = None) -> Datasets:
+    """Open what the `data` section of a configuration names, as `open_datasets` does."""
+    data, train = config.data, config.train
+    return open_datasets(
+        [(path.path, path.weight) for path in data.path or ()],
+        source=data.source,
+        tokenizer=data.tokenizer,
+        held_out=data.held_out,
+        sequence_length=train.seq_len,
+        seed=train.seed,
+        cache_dir=cache_dir,
+    )
 
 
 def open_datasets(

@@ -152,8 +152,7 @@ class NonuniformTPDistributedDataParallel(DistributedDataParallel):
 
 
 def _nodes_by_rank(plan: Plan) -> dict[int, tuple[Node, ...]]:
-    return {
-        rank: fold_of(replica.groups, plan.groups).nodes
-        for replica in plan.replicas
-        for rank in replica.members
-    }
+    nodes: dict[int, tuple[Node, ...]] = {}
+    for replica in plan.replicas:
+        nodes |= dict.fromkeys(replica.members, fold_of(replica.groups, plan.groups).nodes)
+    return nodes

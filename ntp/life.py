@@ -183,13 +183,13 @@ class _Era:
                 self._begin(kept, job.resume, job.strict)
             else:
                 moved = carry(job.config, self._plan, self._world, decision, kept, self._make)
+                for trainer in kept:
+                    trainer.publish()
         except StateLostError as lost:
             source = self._go_back(kept, lost)
         self._trainer = kept[0] if kept else None
-        if self._trainer is not None:
-            self._trainer.publish()
-            if self._reports and self._trainer.result is not None:
-                self._post_metrics(self._trainer.result, seconds=None)
+        if self._reports and self._trainer is not None and self._trainer.result is not None:
+            self._post_metrics(self._trainer.result, seconds=None)
         self._settled = time.time()
         return source, moved
 
@@ -209,6 +209,7 @@ class _Era:
             if trainer.committed == 0:
                 raise UnrecoverableLossError(f"{lost}; nothing was saved that the job could go back to")
             self._replayed = lost.step - trainer.committed
+            trainer.publish()
         kept[:] = [] if trainer is None else [trainer]
         return source
 

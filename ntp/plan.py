@@ -83,6 +83,11 @@ class Plan:
         return tuple(rank for replica in self.replicas for rank in replica.members)
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether every replica has the same degree."""
+        return len({replica.degree for replica in self.replicas}) == 1
+
+    @property
     def reporter(self) -> int:
         """The worker that writes metrics and whose output is shown: the one with the lowest rank."""
         return min(self.workers)

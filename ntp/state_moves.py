@@ -35,8 +35,7 @@ def keepers(plan: Plan, spec: ParameterSpec, replica: Replica) -> OwnerTable:
 
     With equal degrees every position keeps the state of a replicated parameter, else one of them does.
     """
-    degrees = {other.degree for other in plan.replicas}
-    return holders(spec, replica) if len(degrees) == 1 else carriers(spec, replica)
+    return holders(spec, replica) if plan.is_uniform else carriers(spec, replica)
 
 
 def state_moves(

@@ -285,7 +285,7 @@ def wrap(
         dtype: the compute dtype.
         overlap: see `DistributedDataParallel`.
     """
-    if len({replica.degree for replica in plan.replicas}) == 1:
+    if plan.is_uniform:
         ddp_class, optimizer_class = DistributedDataParallel, DistributedOptimizer
     else:
         ddp_class, optimizer_class = NonuniformTPDistributedDataParallel, NonuniformTPOptimizer

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from ntp.collectives import TorchFabric
 from ntp.config import Config, parse_config
 from ntp.control import Control
-from ntp.data import Datasets, open_datasets
+from ntp.data import datasets_of
 from ntp.faults import FaultyWatch
 from ntp.life import Job, Life
 from ntp.plan import Plan
@@ -75,7 +75,7 @@ def main() -> None:
         resume=here.resume,
         strict=here.strict,
         device=device,
-        datasets=_open_datasets(here),
+        datasets=datasets_of(here.config, cache_dir=here.run_dir / "tokens"),
         say=_say,
         watch=FaultyWatch(control, here.config.faults if here.incarnation == 0 else (), here.rank),
     )
@@ -99,19 +99,6 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _open_datasets(here: Surroundings) -> Datasets:
-    data, train = here.config.data, here.config.train
-    return open_datasets(
-        [(path.path, path.weight) for path in data.path or ()],
-        source=data.source,
-        tokenizer=data.tokenizer,
-        held_out=data.held_out,
-        sequence_length=train.seq_len,
-        seed=train.seed,
-        cache_dir=here.run_dir / "tokens",
-    )
 
 
 def _say(line: str) -> None:

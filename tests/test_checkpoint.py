@@ -14,13 +14,13 @@ from ntp.checkpoint.manifest import read_manifest
 from ntp.checkpoint.pieces import optimizer_shards, read_tensor, tensor_shapes
 from ntp.checkpoint.save import Saver
 from ntp.checkpoint.store import CheckpointStore
+from ntp.data import datasets_of
 from ntp.parameters import parameter_specs
 from ntp.plan import make_plan
 from ntp.testing import simulate
 from ntp.trainer import make_weights, wrap
 from tests.checkpoints import manifest_body, mend, saving_config, train
 from tests.shapes import LLAMA, ODD, make_config
-from tests.training import open_data
 
 SMALL = {**LLAMA, "num_hidden_layers": 1, "qkv_bias": True, "qk_norm": True}
 MESHES = [
@@ -35,7 +35,7 @@ MESHES = [
 @pytest.fixture(scope="module")
 def data():
     torch.set_num_threads(1)
-    return open_data(saving_config())
+    return datasets_of(saving_config())
 
 
 @pytest.fixture(scope="module")

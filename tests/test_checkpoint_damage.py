@@ -17,12 +17,12 @@ from ntp.checkpoint.manifest import DamagedError, check_files, read_manifest
 from ntp.checkpoint.pieces import read_tensor
 from ntp.checkpoint.save import Saver
 from ntp.checkpoint.store import CheckpointStore
+from ntp.data import datasets_of
 from ntp.errors import CheckpointError
 from ntp.plan import make_plan
 from ntp.testing import simulate
 from ntp.trainer import Trainer
 from tests.checkpoints import flip, saving_config, train
-from tests.training import open_data
 
 TP3 = {"dp": 1, "tp": 3}
 
@@ -30,7 +30,7 @@ TP3 = {"dp": 1, "tp": 3}
 @pytest.fixture(scope="module")
 def data():
     torch.set_num_threads(1)
-    return open_data(saving_config())
+    return datasets_of(saving_config())
 
 
 @pytest.fixture(scope="module")

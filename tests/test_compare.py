@@ -7,10 +7,10 @@ import torch
 from ntp_launcher import compare_cli, export_cli
 
 from ntp.config import dump_yaml
+from ntp.data import datasets_of
 from ntp.run_directory import metrics_line
 from ntp.trainer import StepResult
 from tests.checkpoints import flip, saving_config, train
-from tests.training import open_data
 
 
 def write_run(path, losses, first=1, weights="aa", state="bb", config=None):
@@ -81,7 +81,7 @@ def test_export_takes_the_newest_sound_checkpoint(tmp_path, capsys):
     torch.set_num_threads(1)
     config = saving_config()
     run_dir = tmp_path / "run"
-    train(config, open_data(config), run_dir)
+    train(config, datasets_of(config), run_dir)
     (run_dir / "resolved.yaml").write_text(dump_yaml(config))
     assert export_cli.main([str(run_dir), str(tmp_path / "out")]) == 0
     assert "step 4 in float32" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ntp.config import load_config
-from tests.training import open_data
+from ntp.data import datasets_of
 from tests.transformers_training import train_losses
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +47,7 @@ def test_twenty_steps_follow_transformers_and_torch_adamw(tmp_path, name):
     config = load_config(ROOT / "configs" / name)
     lines, summary = launch(tmp_path, name)
     losses = [line["loss"] for line in lines]
-    expected = list(train_losses(config, open_data(config)))
+    expected = list(train_losses(config, datasets_of(config)))
     assert len(losses) == len(expected) == 20
     assert abs(losses[0] / math.log(config.model.vocab_size) - 1) < 0.02
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-3

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from ntp.config import dump_yaml
-from ntp.data import Batch
+from ntp.data import Batch, datasets_of
 from ntp.errors import HuggingFaceError
 from ntp.export import byte_tokenizer, export
 from ntp.hugging_face import import_weights, model_settings
@@ -20,7 +20,6 @@ from ntp.testing import simulate
 from ntp.trainer import Trainer
 from tests.checkpoints import SHORT, train
 from tests.shapes import LLAMA, QWEN, make_config
-from tests.training import open_data
 from tests.transformers_oracle import build_oracle
 
 ROPE = {
@@ -75,7 +74,7 @@ def tokens(count=32):
 
 def our_logits(config, failed=()):
     config = config.model_copy(update={"train": config.train.model_copy(update={"seq_len": 32})})
-    plan, data = make_plan(config, failed), open_data(config)
+    plan, data = make_plan(config, failed), datasets_of(config)
 
     def body(member):
         trainer = Trainer(config, plan, member.mesh, data, torch.device("cpu"))
@@ -105,7 +104,7 @@ def test_an_imported_model_gives_the_same_logits(folder, name, shards):
 
 
 def run_and_export(config, tmp_path, failed=()):
-    run = train(config, open_data(config), tmp_path / "run", failed)
+    run = train(config, datasets_of(config), tmp_path / "run", failed)
     (tmp_path / "run" / "resolved.yaml").write_text(dump_yaml(config))
     return run, export(tmp_path / "run", tmp_path / "out")
 

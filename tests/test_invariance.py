@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from ntp.data import datasets_of
 from tests.shapes import LLAMA, ODD, QWEN, make_config
-from tests.training import open_data, train
+from tests.training import train
 
 LLAMA_BIAS = {
     **LLAMA,
@@ -66,7 +67,7 @@ def reference():
     def get(shape, dtype):
         if (shape, dtype) not in runs:
             config = configuration(shape, dtype, {"dp": 1, "tp": 1})
-            data = open_data(config)
+            data = datasets_of(config)
             runs[shape, dtype] = data, train(config, data)
         return runs[shape, dtype]
 
@@ -95,6 +96,6 @@ def test_work_is_divided_on_a_wide_shape():
     usage = {}
     for tp in (1, 4):
         config = make_config(wide, parallel={"dp": 1, "tp": tp}, train={"steps": 1, "global_batch": 1})
-        usage[tp] = train(config, open_data(config)).usage
+        usage[tp] = train(config, datasets_of(config)).usage
     assert usage[4].parameter_bytes < 0.35 * usage[1].parameter_bytes
     assert usage[4].gemm_flops < 0.35 * usage[1].gemm_flops

@@ -10,11 +10,11 @@ from ntp_launcher.flags import LaunchError
 from ntp_launcher.memory_view import parse_memory, show_bytes
 
 from ntp.config import Config, load_config
+from ntp.data import datasets_of
 from ntp.plan import make_plan
 from ntp.planner.memory import RankMemory, estimate, smallest_degree
 from ntp.testing import simulate
 from ntp.trainer import Trainer
-from tests.training import open_data
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs" / "tiny-cpu.yaml")
@@ -28,7 +28,7 @@ def by_rank(config: Config, failed: tuple[int, ...] = ()) -> dict[int, RankMemor
 @pytest.mark.parametrize("failed", [(), (3,)])
 def test_what_a_rank_allocates_is_what_was_estimated(failed: tuple[int, ...]) -> None:
     config = load_config(TINY, SHORT)
-    datasets = open_data(config)
+    datasets = datasets_of(config)
 
     def body(member):
         trainer = Trainer(config, make_plan(config, failed), member.mesh, datasets, torch.device("cpu"))
@@ -45,7 +45,7 @@ def test_what_a_rank_allocates_is_what_was_estimated(failed: tuple[int, ...]) ->
 
 def test_activations_are_those_that_autograd_saves() -> None:
     config = load_config(TINY, [*SHORT, "parallel.dp=1", "parallel.tp=1", "train.global_batch=1"])
-    datasets = open_data(config)
+    datasets = datasets_of(config)
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

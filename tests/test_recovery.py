@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from ntp.data import datasets_of
 from ntp.plan import make_plan
 from ntp.protocol import Phase
 from ntp.recovery import StateLostError, agree, carry, decide
 from ntp.testing import simulate, simulate_processes
 from ntp.trainer import Trainer
 from tests.shapes import LLAMA, QWEN, make_config
-from tests.training import open_data, train
+from tests.training import train
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -100,7 +101,7 @@ CASES = [
 def test_a_loss_at_any_point_of_a_step_changes_no_bit(parallel, victims, step, phase):
     model = QWEN if len(victims) > 1 else LLAMA
     config = make_config(model, parallel=parallel, train={"steps": STEPS, "global_batch": 4})
-    data = open_data(config)
+    data = datasets_of(config)
     unfailed = train(config, data)
     survivors = run_until_fault(config, make_plan(config), data, victims, step, phase)
     plan = make_plan(config, victims, generation=1)
@@ -129,7 +130,7 @@ class LastToUpdate(FaultAt):
 def test_a_worker_that_has_voted_finishes_the_step_that_another_has_made():
     """Ranks 0 and 3 are stopped between vote and update of step 2; rank 3 is lost, rank 0 lives on."""
     config = make_config(parallel={"dp": 2, "tp": 2}, train={"steps": STEPS, "global_batch": 4})
-    data, plan = open_data(config), make_plan(config)
+    data, plan = datasets_of(config), make_plan(config)
     unfailed, trainers = train(config, data), {}
 
     def body(member):
@@ -149,7 +150,7 @@ def test_a_worker_that_has_voted_finishes_the_step_that_another_has_made():
 
 def test_a_rank_that_returns_without_state_is_given_its_share():
     config = make_config(parallel={"dp": 2, "tp": 2}, train={"steps": STEPS, "global_batch": 4})
-    data = open_data(config)
+    data = datasets_of(config)
     unfailed = train(config, data)
     survivors = run_until_fault(config, make_plan(config, {3}), data, {2}, 3, Phase.STEP)
     _, _, hashes = go_on(config, make_plan(config, {2}, generation=1), data, survivors)
@@ -160,7 +161,7 @@ def test_a_loss_of_the_only_copy_is_an_error_on_every_rank():
     config = make_config(
         parallel={"dp": 2, "tp": 2}, train={"steps": STEPS, "global_batch": 4}, optimizer={"copies": 1}
     )
-    data = open_data(config)
+    data = datasets_of(config)
     survivors = run_until_fault(config, make_plan(config), data, {1}, 2, Phase.STEP)
     with pytest.raises(StateLostError, match="no live rank"):
         go_on(config, make_plan(config, {1}, generation=1), data, survivors)
@@ -187,7 +188,7 @@ def test_fifty_losses_and_returns_change_no_bit_and_keep_memory_flat():
         parallel={"dp": 2, "tp": 2},
         train={"steps": 50, "global_batch": 2, "seq_len": 8},
     )
-    data = open_data(config)
+    data = datasets_of(config)
     unfailed = train(config, data)
     kept, tensors, resident = {rank: [] for rank in range(4)}, [], []
 

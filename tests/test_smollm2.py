@@ -17,13 +17,12 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ntp.config import load_config
-from ntp.data import Batch
+from ntp.data import Batch, datasets_of
 from ntp.hugging_face import import_weights
 from ntp.plan import make_plan
 from ntp.testing import simulate
 from ntp.trainer import Trainer
 from tests.smollm2 import make_folder
-from tests.training import open_data
 from tests.transformers_training import loss_sum
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -87,7 +86,7 @@ def test_it_predicts_pydoc_as_transformers_does(work):
     with torch.no_grad():
         theirs = loss_sum(load(work / "smollm2-135m"), batch).item() / 1024
     config = load_config(CONFIG, ["parallel.dp=1", "train.seq_len=1024"])
-    plan, data = make_plan(config), open_data(config)
+    plan, data = make_plan(config), datasets_of(config)
 
     def body(member):
         trainer = Trainer(config, plan, member.mesh, data, torch.device("cpu"))
@@ -114,7 +113,7 @@ def test_the_trained_model_is_the_same_in_transformers(work, runs):
     run = runs["2x3 without rank 1"]
     command("export_cli", run, work / "trained")
     config = load_config(CONFIG)
-    model, held_out = load(work / "trained"), open_data(config).held_out
+    model, held_out = load(work / "trained"), datasets_of(config).held_out
     batches = [held_out.batch([number]) for number in range(config.data.eval_sequences)]
     with torch.no_grad():
         total = sum(loss_sum(model, batch).item() for batch in batches)

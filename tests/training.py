@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ntp.config import Config
-from ntp.data import Datasets, open_datasets
+from ntp.data import Datasets
 from ntp.evidence import StateHashes
 from ntp.plan import make_plan
 from ntp.testing import simulate
@@ -19,18 +19,6 @@ class Run:
     steps: tuple[StepResult, ...]
     hashes: StateHashes
     usage: Usage
-
-
-def open_data(config: Config) -> Datasets:
-    """The corpus that a configuration names."""
-    return open_datasets(
-        [(path.path, path.weight) for path in config.data.path or ()],
-        source=config.data.source,
-        tokenizer=config.data.tokenizer,
-        held_out=config.data.held_out,
-        sequence_length=config.train.seq_len,
-        seed=config.train.seed,
-    )
 
 
 def train(config: Config, datasets: Datasets, failed: tuple[int, ...] = (), steps: int | None = None) -> Run:

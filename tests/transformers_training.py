@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ntp.config import Config, load_config
-from ntp.data import Batch, Datasets
+from ntp.data import Batch, Datasets, datasets_of
 from ntp.initial import initial_units
 from ntp.parameters import parameter_specs
 from ntp.units import UnitRange
-from tests.training import open_data
 from tests.transformers_oracle import build_oracle, logical_tensors
 
 
@@ -93,7 +92,7 @@ def rate(config: Config, step: int) -> float:
 
 def main() -> None:
     config = load_config(sys.argv[1], sys.argv[2:])
-    for step, loss in enumerate(train_losses(config, open_data(config)), start=1):
+    for step, loss in enumerate(train_losses(config, datasets_of(config)), start=1):
         print(step, f"{loss:.6f}", flush=True)
 
 

@@ -158,16 +158,9 @@ def _launch(job: Job, nodes: Nodes) -> int:
 
 def _check_data(config: Config) -> None:
     """Opens the data once, so that a bad file is reported here and not by every worker."""
-    from ntp.data import open_datasets
+    from ntp.data import datasets_of
 
-    open_datasets(
-        [(source.path, source.weight) for source in config.data.path or ()],
-        source=config.data.source,
-        tokenizer=config.data.tokenizer,
-        held_out=config.data.held_out,
-        sequence_length=config.train.seq_len,
-        seed=config.train.seed,
-    )
+    datasets_of(config)
 
 
 def _complain(message: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 _NEEDED = ("numpy", "pydantic", "PyYAML", "rich", "tokenizers", "safetensors")
-_OPTIONAL = ("triton", "matplotlib", "tensorboard", "wandb", "shtab")
+_OPTIONAL = ("triton", "matplotlib", "tensorboard", "wandb")
 _GIB = 1 << 30
 
 
