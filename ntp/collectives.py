@@ -5,8 +5,11 @@ ring order or a channel count. Implementations: `TorchGroup` over a torch.distri
 simulated ranks (threads) in `ntp.testing`.
 """
 
+import hashlib
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from ntp.exchange import CutExchange
 from ntp.plan import Plan
 
 ReduceOp = Literal["sum", "max"]
@@ -48,6 +52,14 @@ class Group(ABC):
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
+        self._exchange: CutExchange | None = None
+
+    @property
+    def exchange(self) -> CutExchange:
+        """How these ranks add cut products; the first use is collective."""
+        if self._exchange is None:
+            self._exchange = self._make_exchange()
+        return self._exchange
 
     @property
     def leads(self) -> bool:
@@ -80,6 +92,9 @@ class Group(ABC):
     def confirm(self) -> None:
         """Raise if what the host has just read of a result may be garbage, because the group was aborted."""
         return
+
+    def _make_exchange(self) -> CutExchange:
+        return CutExchange(self)
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None: ...
@@ -150,29 +165,44 @@ Check = Callable[[], None]
 
 
 class TorchGroup(Group):
-    """A torch.distributed process group.
+    """A torch.distributed process group whose collectives carry tensors of `device`.
 
     Raises PeerLostError from any collective whose peers have gone.
     """
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, process_group: dist.ProcessGroup, check: Check = lambda: None
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        process_group: dist.ProcessGroup,
+        check: Check = lambda: None,
+        device: torch.device | None = None,
     ):
         super().__init__(ranks, rank)
         self._process_group: dist.ProcessGroup | None = process_group
         self._check = check
+        self._device = device or torch.device("cpu")
 
     def confirm(self) -> None:
         self._check()
 
     def abort(self) -> None:
-        """End collectives under way, from another thread; NCCL's would wait for a dead peer for ever."""
+        """End what is under way on the device, from another thread; it would wait for a dead peer for ever.
+
+        Nothing of a group on the host: closed connections end its waiting.
+        """
+        if self._device.type != "cuda":
+            return
+        if self._exchange is not None:
+            self._exchange.release()
         process_group = self._process_group
         if process_group is not None:
             process_group.abort()
 
     def close(self) -> None:
         """Give the connections up, so that peers that wait for this rank fail at once."""
+        if self._exchange is not None:
+            self._exchange.close()
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             dist.destroy_process_group(process_group)
@@ -186,6 +216,23 @@ class TorchGroup(Group):
             yield self._process_group
         except RuntimeError as error:
             raise PeerLostError(str(error)) from error
+
+    def _make_exchange(self) -> CutExchange:
+        if self.size == 1 or self._device.type != "cuda" or not self._is_on_one_host():
+            return CutExchange(self)
+        from ntp.peer_exchange import PeerExchange  # needs CUDA
+
+        with self._guarded() as process_group:
+            return PeerExchange(self, process_group, self._check)
+
+    def _is_on_one_host(self) -> bool:
+        digest = hashlib.sha256(socket.gethostname().encode()).digest()
+        host = int.from_bytes(digest[:7], "big")
+        largest_and_least = torch.tensor([host, -host], device=self._device)
+        self.all_reduce(largest_and_least, "max")
+        largest, least = largest_and_least.tolist()
+        self.confirm()
+        return largest == -least
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -227,11 +274,19 @@ class TorchFabric:
     Args:
         build_timeout: for building a group.
         timeout: of a collective, but for groups on the host.
+        device: where this rank computes.
     """
 
     def __init__(
-        self, world: Sequence[int], rank: int, check: Check, build_timeout: timedelta, timeout: timedelta
+        self,
+        world: Sequence[int],
+        rank: int,
+        check: Check,
+        build_timeout: timedelta,
+        timeout: timedelta,
+        device: torch.device,
     ):
+        self._device = device
         self._build_timeout, self._timeout = build_timeout, timeout
         self._index = {process: place for place, process in enumerate(world)}
         self._rank = rank
@@ -251,14 +306,16 @@ class TorchFabric:
             return None
         assert isinstance(process_group, dist.ProcessGroup)
         _set_pg_timeout(_HOST_TIMEOUT if on_host else self._timeout, process_group)
-        group = TorchGroup(ranks, list(ranks).index(self._rank), process_group, self._check)
+        device = torch.device("cpu") if on_host else self._device
+        group = TorchGroup(ranks, list(ranks).index(self._rank), process_group, self._check, device)
         self._groups.append(group)
         return group
 
     def abort(self) -> None:
-        """Abort every group, from another thread."""
-        for group in list(self._groups):
-            group.abort()
+        """Abort every group, all at once, from another thread."""
+        groups = list(self._groups)
+        with ThreadPoolExecutor(max(1, len(groups))) as pool:
+            list(pool.map(TorchGroup.abort, groups))
 
     def close(self) -> None:
         """Close every group, in the order in which all ranks made them."""

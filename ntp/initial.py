@@ -8,6 +8,8 @@ last bit could depend on a library.
 
 import hashlib
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from ntp.parameters import ParameterSpec
 from ntp.units import UnitRange
 
 _LANES = 16
+_THREADS = max(1, (os.cpu_count() or 1) // 8)  # eight ranks may share a host
 _MEAN = _LANES * 65535 / 2
 _STD = math.sqrt(_LANES * (65536**2 - 1) / 12)
 
@@ -24,8 +27,13 @@ _STD = math.sqrt(_LANES * (65536**2 - 1) / 12)
 def initial_units(spec: ParameterSpec, units: UnitRange, seed: int, std: float) -> Tensor:
     """Initial values of some units of a parameter, float32 `[units, unit_elements]`; padding is zero."""
     if spec.init == "normal":
-        rows = [_normal(spec, unit, seed, std) for unit in units]
-        values = torch.stack(rows) if rows else torch.empty(0, spec.unit_elements)
+        values = torch.empty(len(units), spec.unit_elements)
+
+        def fill(row: int) -> None:
+            values[row] = _normal(spec, units.start + row, seed, std)
+
+        with ThreadPoolExecutor(_THREADS) as pool:  # numpy computes outside the interpreter's lock
+            list(pool.map(fill, range(len(units))))
     else:
         values = torch.full((len(units), spec.unit_elements), float(spec.init == "ones"))
     return clear_padding(spec, units, values)

@@ -104,15 +104,20 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class SwiGLU:
-    """The feed-forward layer; a unit is a block of gate, up and down columns."""
+class FeedForward:
+    """SwiGLU behind the norm of the residual stream; a unit is a block of gate, up and down columns.
 
-    gate_up: ColumnParallelLinear
-    down: RowParallelLinear
+    Adds x to the residual; returns the layer's output, and that sum.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up(x).unflatten(2, (2, -1))
-        return self.down(ops.swiglu(gate_up))
+    norm: Weight
+    gate_up: Weight
+    down: Weight
+    eps: float
+    group: Group
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.feed_forward(x, residual, self.norm, self.gate_up, self.down, self.eps, self.group)
 
 
 @dataclass(frozen=True)

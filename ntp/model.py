@@ -20,10 +20,10 @@ from ntp.config import ModelConfig
 from ntp.layers import (
     Attention,
     ColumnParallelLinear,
+    FeedForward,
     Packing,
     RMSNorm,
     RowParallelLinear,
-    SwiGLU,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
@@ -93,17 +93,12 @@ class Block:
         qkv, output = ColumnParallelLinear(weight("qkv"), group, bias), RowParallelLinear(weight("o"), group)
         self.attention_norm = RMSNorm(weight("attention_norm"), eps)
         self.attention = Attention(qkv, output, norms, config.head_dim, eps)
-        self.mlp_norm = RMSNorm(weight("mlp_norm"), eps)
-        self.mlp = SwiGLU(
-            ColumnParallelLinear(weight("gate_up"), group), RowParallelLinear(weight("down"), group)
-        )
+        self.mlp = FeedForward(weight("mlp_norm"), weight("gate_up"), weight("down"), eps, group)
 
     def __call__(self, x: Tensor, residual: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         """Return the layer's output [M, D], not yet added to the residual stream, and that stream."""
         x, residual = self.attention_norm(x, residual)
-        x = self.attention(x, packing)
-        x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x), residual
+        return self.mlp(self.attention(x, packing), residual)
 
 
 def rope_tables(config: ModelConfig, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 the kernels.
 
 Invariant: nothing here depends on which rank holds which unit. A contraction that tensor parallelism cuts
-goes through `_cut_product`; everything else that ranks combine is a MAX, or an integer SUM in which one
+goes through `_start_cut_product`; everything else that ranks combine is a MAX, or an integer SUM in which one
 rank has the bits and the others have zeros. Weight gradients are added to `Weight.main_grad` (see
 `ntp.weight`).
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ntp.collectives import Group
+from ntp.exchange import CutExchange
 from ntp.weight import Weight
 
 __all__ = [
@@ -29,12 +30,12 @@ __all__ = [
     "column_exponents",
     "column_linear",
     "embedding",
+    "feed_forward",
     "gather_units",
     "qk_norm_rope",
     "rms_norm",
     "row_linear",
     "square_sums",
-    "swiglu",
     "token_losses",
 ]
 
@@ -56,7 +57,10 @@ def column_linear(
 
 
 def row_linear(a: Tensor, weight: Weight, group: Group) -> Tensor:
-    """Return [M, D] = a [M, U, R] times weight [U, R, D], summed over the units of all ranks."""
+    """Return [M, D] = a [M, U, R] times weight [U, R, D], summed over the units of all ranks.
+
+    Parts of it may still be under way (`ntp.exchange`): `feed_forward` waits for each as it comes to it.
+    """
     return _RowLinear.apply(a, weight, group)  # type: ignore[return-value]
 
 
@@ -98,9 +102,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, seq_len: int) 
     return _Attention.apply(q, k, v, documents, seq_len)  # type: ignore[return-value]
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Return `silu(gate) * up` [M, U, B] of gate_up [M, U, 2, B]."""
-    return _SwiGLU.apply(gate_up)  # type: ignore[return-value]
+def feed_forward(
+    x: Tensor,
+    residual: Tensor,
+    norm: Weight,
+    gate_up: Weight,
+    down: Weight,
+    eps: float,
+    group: Group,
+) -> tuple[Tensor, Tensor]:
+    """Return the SwiGLU feed-forward layer of RMSNorm(x + residual), and that sum; all [M, D].
+
+    `norm` [D], `gate_up` [U, 2 B, D], `down` [U, B, D]. In parts of the tokens, so that what ranks exchange
+    of one part (of `x`, too) hides behind the products of another.
+    """
+    return _FeedForward.apply(x, residual, norm, gate_up, down, eps, group)  # type: ignore[return-value]
 
 
 def token_losses(logits: Tensor, targets: Tensor, head: Weight, vocab_size: int, group: Group) -> Tensor:
@@ -129,14 +145,42 @@ def gather_units(local: Tensor, weight: Weight, group: Group) -> Tensor:
     return bits.view(torch.float32)
 
 
-def _cut_product(a: Tensor, weight: Weight, group: Group) -> Tensor:
-    """Return [M, D] = a [M, U, R] times weight [U, R, D] over the units of all ranks, in the dtype of `a`."""
-    rows, columns, units = kernels.row_exponent(a), weight.exponent, weight.total_units
-    group.all_reduce(rows, "max")
+def _start_cut_product(
+    a: Tensor, weight: Weight, exchange: CutExchange, output: Tensor, rows: slice | None = None
+) -> None:
+    """Begin `output[rows]` = a [rows, U, R] times weight [U, R, D] over the units of all ranks."""
+    rows = rows or slice(0, a.shape[0])
+    columns, units = weight.exponent, weight.total_units
+    exponents = exchange.maximum(kernels.row_exponent(a), rows)
+    share = exchange.share(output, rows)
+    kernels.cut_matmul(a, weight.data, exponents, columns, units, weight.first_unit, out=share)
     weight.count_product(a.shape[0])
-    total = kernels.cut_matmul(a, weight.data, rows, columns, units, weight.first_unit)
-    group.all_reduce(total)
-    return kernels.finish(total, rows, columns, units, a.dtype)
+
+    def finish(total: Tensor, of_part: slice, out: Tensor) -> None:
+        kernels.finish(total, exponents[of_part], columns, units, out.dtype, out)
+
+    exchange.start(share, rows, output, finish)
+
+
+def _add_wgrad(dy: Tensor, x: Tensor, weight: Weight, exchange: CutExchange, last_use: bool = True) -> None:
+    """Add dy [M, U, R] transposed times x [M, D] to the gradient of `weight`, perhaps behind an exchange."""
+
+    def work() -> None:
+        kernels.linear_wgrad(dy, x, weight.grad)
+        weight.count_product(x.shape[0])
+        if last_use:
+            weight.announce_grad()
+
+    exchange.defer(work, 2 * x.shape[0] * weight.data.numel())
+
+
+def _input_grad(dy: Tensor, weight: Weight, exchange: CutExchange) -> Tensor:
+    """Return dx [M, D] of dy [M, U, R], while deferred weight gradients hide its exchange."""
+    dx = exchange.output(dy.new_empty(dy.shape[0], weight.data.shape[2]))
+    _start_cut_product(dy, weight, exchange, dx)
+    exchange.cover(dx.numel())
+    exchange.wait(dx)
+    return dx
 
 
 class _ColumnLinear(Function):
@@ -151,12 +195,9 @@ class _ColumnLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), dy = ctx.saved_tensors, grads[0].contiguous()
-        dx = _cut_product(dy, ctx.weight, ctx.group)
-        kernels.linear_wgrad(dy, x, ctx.weight.grad)
-        ctx.weight.count_product(x.shape[0])
-        if ctx.last_use:
-            ctx.weight.announce_grad()
+        (x,), dy, exchange = ctx.saved_tensors, grads[0].contiguous(), ctx.group.exchange
+        _add_wgrad(dy, x, ctx.weight, exchange, ctx.last_use)
+        dx = _input_grad(dy, ctx.weight, exchange)
         if ctx.bias is not None:
             kernels.bias_grad(dy, ctx.bias.grad)
             ctx.bias.announce_grad()
@@ -167,16 +208,19 @@ class _RowLinear(Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, weight: Weight, group: Group) -> Tensor:
         ctx.save_for_backward(a)
-        ctx.weight = weight
-        return _cut_product(a, weight, group)
+        ctx.weight, ctx.group = weight, group
+        exchange = group.exchange
+        output = exchange.output(a.new_empty(a.shape[0], weight.data.shape[2]))
+        for rows in exchange.parts(a.shape[0]):
+            _start_cut_product(a[rows], weight, exchange, output, rows)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (a,), dy = ctx.saved_tensors, grads[0].contiguous()
         da = kernels.linear(dy, ctx.weight.data)
-        kernels.linear_wgrad(a, dy, ctx.weight.grad)
-        ctx.weight.count_product(2 * dy.shape[0])
-        ctx.weight.announce_grad()
+        ctx.weight.count_product(dy.shape[0])
+        _add_wgrad(a, dy, ctx.weight, ctx.group.exchange)
         return da, None, None
 
 
@@ -186,7 +230,7 @@ class _Embedding(Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, weight: Weight, group: Group) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight = weight
+        ctx.weight, ctx.group = weight, group
         hidden = kernels.embedding(ids, weight.data, weight.first_unit)
         group.all_reduce(hidden.view(torch.int32))
         return hidden
@@ -194,6 +238,7 @@ class _Embedding(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         (ids,), weight = ctx.saved_tensors, ctx.weight
+        ctx.group.exchange.flush()
         kernels.embedding_wgrad(ids, grads[0].contiguous(), weight.first_unit, weight.grad)
         weight.announce_grad()
         return None, None, None, None
@@ -215,12 +260,19 @@ class _RMSNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (x, rstd), weight, (dy, dsummed) = ctx.saved_tensors, ctx.weight, grads
+        (x, rstd), (dy, dsummed) = ctx.saved_tensors, grads
         assert dy is not None, "the output of a norm is unused"
-        dx, dweight = kernels.rms_norm_backward(dy.contiguous(), x, weight.data, rstd, dsummed)
-        weight.grad.add_(dweight)
-        weight.announce_grad()
+        dx = _rms_norm_backward(dy.contiguous(), x, rstd, ctx.weight, dsummed)
         return dx, dx if ctx.has_residual else None, None, None
+
+
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Weight, residual_grad: Tensor | None
+) -> Tensor:
+    dx, dweight = kernels.rms_norm_backward(dy, x, weight.data, rstd, residual_grad)
+    weight.grad.add_(dweight)
+    weight.announce_grad()
+    return dx
 
 
 class _QKNormRope(Function):
@@ -280,16 +332,50 @@ class _Attention(Function):
         return dq, dk, dv, None, None
 
 
-class _SwiGLU(Function):
+class _FeedForward(Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return kernels.swiglu(gate_up)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        norm: Weight,
+        gate_up: Weight,
+        down: Weight,
+        eps: float,
+        group: Group,
+    ) -> tuple[Tensor, Tensor]:
+        exchange, tokens, (units, width) = group.exchange, x.shape[0], down.data.shape[:2]
+        y, summed, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(tokens, dtype=torch.float32)
+        gates, a = x.new_empty(tokens, units, 2, width), x.new_empty(tokens, units, width)
+        output = exchange.output(x)
+        for rows in exchange.parts(tokens):
+            exchange.wait(x, rows)
+            normed = y[rows], summed[rows], rstd[rows]
+            kernels.add_rms_norm(x[rows], residual[rows], norm.data, eps, normed)
+            kernels.linear(y[rows], gate_up.data, out=gates[rows].flatten(2))
+            gate_up.count_product(rows.stop - rows.start)
+            kernels.swiglu(gates[rows], a[rows])
+            _start_cut_product(a[rows], down, exchange, output, rows)
+        exchange.wait(output)
+        ctx.save_for_backward(y, summed, rstd, gates, a)
+        ctx.weights, ctx.group = (norm, gate_up, down), group
+        ctx.set_materialize_grads(False)
+        return output, summed
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        return kernels.swiglu_backward(grads[0].contiguous(), gate_up)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (y, summed, rstd, gates, a), (norm, gate_up, down) = ctx.saved_tensors, ctx.weights
+        exchange, (dy, dsummed) = ctx.group.exchange, grads
+        assert dy is not None, "the output of a feed-forward layer is unused"
+        dy = dy.contiguous()
+        da = kernels.linear(dy, down.data)
+        down.count_product(dy.shape[0])
+        _add_wgrad(a, dy, down, exchange)
+        dgates = kernels.swiglu_backward(da, gates).flatten(2)
+        _add_wgrad(dgates, y, gate_up, exchange)
+        dnormed = _input_grad(dgates, gate_up, exchange)
+        dx = _rms_norm_backward(dnormed, summed, rstd, norm, dsummed)
+        return dx, dx, None, None, None, None, None
 
 
 class _TokenLosses(Function):

@@ -1,9 +1,9 @@
 """AdamW whose state is sharded over replicas, with a gradient norm that no mesh can move.
 
 Each rank keeps float32 masters and moments of its slices (`ntp.parameters.slice_of`) in flat buffers of fixed
-blocks. The norm is a float64 sum per fixed block, blocks added in canonical order on every rank; the clip
-coefficient is computed once from that; the update is elementwise. `commit` ends with the return of the
-updated parameters, in compute precision, to every rank that holds them.
+blocks. The norm is a float64 sum per fixed block; every rank adds the blocks by one tree over their canonical
+order. The clip coefficient is computed once from that; the update is elementwise. `commit` ends with the
+return of the updated parameters, in compute precision, to every rank that holds them.
 """
 
 import math
@@ -190,9 +190,19 @@ class DistributedOptimizer:
         every = torch.zeros(self._total_blocks, dtype=torch.float64, device=sums.device)
         every[self._block_ids[counted]] = sums[counted]
         self._world.all_reduce(every.view(torch.int64))  # each block is non-zero on one rank: bits are kept
-        sums = every.tolist()
+        total = float(_tree_sum(every))
         self._world.confirm()
-        return math.fsum(sums)
+        return total
+
+
+def _tree_sum(values: Tensor) -> Tensor:
+    """The sum of a vector by halves, the same bits on every device and for every mesh."""
+    while len(values) > 1:
+        half = (len(values) + 1) // 2
+        folded = values[:half].clone()
+        folded[: len(values) - half] += values[half:]
+        values = folded
+    return values[0]
 
 
 class NonuniformTPOptimizer(DistributedOptimizer):

@@ -58,7 +58,7 @@ def joined_generation(
         )
     except RuntimeError as error:
         raise PeerLostError(str(error)) from error
-    fabric = TorchFabric(world, rank, control.check, _BUILD_TIMEOUT, timedelta(seconds=timeout_s))
+    fabric = TorchFabric(world, rank, control.check, _BUILD_TIMEOUT, timedelta(seconds=timeout_s), device)
     if backend == "nccl":
         control.on_over = fabric.abort
     try:

@@ -66,20 +66,21 @@ def cut_matmul(
     *,
     form: Form = "chain",
     tile: Tile | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return i32 [M, D], to be combined over ranks by SUM: the local share of a [M, U, R] times w [U, R, D].
 
     bf16 operands, contiguous, R and D multiples of 16. row, column: from `row_scale` and `column_scale`, or
     int32 from `row_exponent` and `column_exponent`, over all `total_units` units; `first_unit`: global id of
     the first local one. Rows and columns whose scale is NaN or beyond float32 hold no meaning. `tile`
-    overrides the tuned one.
+    overrides the tuned one; `out`, contiguous, receives the result.
     """
     m, units, rows = a.shape
     assert w.shape[:2] == (units, rows)
     assert rows % 16 == w.shape[2] % 16 == 0
     assert first_unit + units <= total_units
     row, scales = as_rows(row), (as_rows(row).bound, as_columns(column))
-    out = a.new_empty(m, w.shape[2], dtype=torch.int32)
+    out = a.new_empty(m, w.shape[2], dtype=torch.int32) if out is None else out
     flat_a, flat_w = a.view(m, units * rows), w.view(units * rows, w.shape[2])
     if form == "leaf":
         plain = replace(PLAIN, depth=_depth(rows))

@@ -146,17 +146,22 @@ def finish(
     column_scale: torch.Tensor,
     total_units: int,
     dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [M, D] in `dtype` of the sum over ranks of `cut_matmul`: total i32 [M, D] times the grid's unit.
 
-    `total_units` is not needed: the scales carry it. It is here for the twin in `ntp_kernels.reference`.
+    A total [P, M, D] is summed over P first; `out` [M, D], contiguous, receives the result. `total_units` is
+    not needed: the scales carry it. It is here for the twin in `ntp_kernels.reference`.
     """
     del total_units
-    m, d = total.shape
-    out = torch.empty_like(total, dtype=dtype)
+    m, d = total.shape[-2:]
+    assert total.is_contiguous()
+    out = total.new_empty(m, d, dtype=dtype) if out is None else out
     grid = (triton.cdiv(m, 4), triton.cdiv(d, 1024))
     rows, columns = as_rows(row_scale).bound, as_columns(column_scale)
-    _finish_kernel[grid](total, rows, columns, out, m, d, ROWS=4, COLUMNS=1024)
+    _finish_kernel[grid](
+        total, rows, columns, out, m, d, PIECES=total.numel() // (m * d), ROWS=4, COLUMNS=1024
+    )
     return out
 
 
@@ -253,7 +258,10 @@ def _row_scale_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _finish_kernel(total_ptr, row_ptr, column_ptr, out_ptr, M, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _finish_kernel(
+    total_ptr, row_ptr, column_ptr, out_ptr, M, D,
+    PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """total * 2^(E - 23), E = floor(log2(row * column)) + 2; zero, infinity and NaN as the scales say."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -261,7 +269,10 @@ def _finish_kernel(total_ptr, row_ptr, column_ptr, out_ptr, M, D, ROWS: tl.const
     offsets = rows[:, None].to(tl.int64) * D + columns[None, :]
     row = tl.load(row_ptr + rows, mask=rows < M, other=0.0)[:, None]
     column = tl.load(column_ptr + columns, mask=columns < D, other=0.0)[None, :]
-    total = tl.load(total_ptr + offsets, mask=inside, other=0).to(tl.float32)
+    total = tl.load(total_ptr + offsets, mask=inside, other=0)
+    for piece in tl.static_range(1, PIECES):
+        total += tl.load(total_ptr + (M.to(tl.int64) * D * piece + offsets), mask=inside, other=0)
+    total = total.to(tl.float32)
     bound = row * column
     field = bound.to(tl.int32, bitcast=True) >> 23
     unit = ((tl.minimum(field, 252) + 2) << 23).to(tl.float32, bitcast=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """Return y [M, U, R] = x [M, D] times w [U, R, D] transposed, plus bias [U, R]."""
-    return _kernels(w, "gemm").linear(x, w, bias)
+    return _kernels(w, "gemm").linear(x, w, bias, out=out)
 
 
 def linear_wgrad(dy: Tensor, x: Tensor, out: Tensor) -> None:
@@ -42,7 +42,14 @@ def column_exponent(w: Tensor) -> Tensor:
 
 
 def cut_matmul(
-    a: Tensor, w: Tensor, row_exponent: Tensor, column_exponent: Tensor, total_units: int, first_unit: int = 0
+    a: Tensor,
+    w: Tensor,
+    row_exponent: Tensor,
+    column_exponent: Tensor,
+    total_units: int,
+    first_unit: int = 0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return i32 [M, D], to be combined over ranks by SUM: the local share of a [M, U, R] times w [U, R, D].
 
@@ -50,15 +57,20 @@ def cut_matmul(
     """
     options = _cut_options(a.device) if a.numel() else {}
     return _kernels(a, "gemm").cut_matmul(
-        a, w, row_exponent, column_exponent, total_units, first_unit, **options
+        a, w, row_exponent, column_exponent, total_units, first_unit, out=out, **options
     )
 
 
 def finish(
-    total: Tensor, row_exponent: Tensor, column_exponent: Tensor, total_units: int, dtype: torch.dtype
+    total: Tensor,
+    row_exponent: Tensor,
+    column_exponent: Tensor,
+    total_units: int,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return [M, D] in `dtype` of the sum over ranks of `cut_matmul`."""
-    return _kernels(total, "gemm").finish(total, row_exponent, column_exponent, total_units, dtype)
+    """Return [M, D] in `dtype` of the sum over ranks of `cut_matmul`; a total [P, M, D] is summed first."""
+    return _kernels(total, "gemm").finish(total, row_exponent, column_exponent, total_units, dtype, out)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -66,9 +78,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return _kernels(x, "norm").rms_norm(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return `y, summed, rstd`: `summed = x + residual` [M, D] in the compute dtype, then its RMSNorm."""
-    return _kernels(x, "norm").add_rms_norm(x, residual, weight, eps)
+    return _kernels(x, "norm").add_rms_norm(x, residual, weight, eps, out)
 
 
 def rms_norm_backward(
@@ -130,9 +148,9 @@ def attention_backward(
     return _kernels(q, "attention").attention_backward(dout, q, k, v, out, lse, document, seq_len, scale)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """Return `silu(gate) * up` [M, U, B] of gate_up [M, U, 2, B]."""
-    return _kernels(gate_up, "swiglu").swiglu(gate_up)
+    return _kernels(gate_up, "swiglu").swiglu(gate_up, out)
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:

@@ -55,17 +55,18 @@ def linear(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return y [M, U, R] = x [M, D] times w [U, R, D] transposed, plus bias [U, R], rounded once.
 
-    `tile` overrides the tuned one; it moves no bits.
+    `tile` overrides the tuned one and moves no bits; `out`, contiguous, receives the result.
     """
     m, d = x.shape
     units, rows = w.shape[:2]
     assert w.shape[2] == d
     assert x.is_contiguous()
     assert w.is_contiguous()
-    out = x.new_empty(m, units * rows, dtype=out_dtype)
+    out = x.new_empty(m, units * rows, dtype=out_dtype) if out is None else out.view(m, units * rows)
     flat = w.view(units * rows, d)
     tile = tile or _tile("linear", out, d)
     if bias is not None or tile.kernel == "plain":

@@ -45,16 +45,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `y, summed, rstd`: `summed = x + residual` [M, D] in the compute dtype, then its RMSNorm.
 
     The norm sees the rounded sum, so a recomputation from `summed` gives the same bits. Orders as in
-    `rms_norm`.
+    `rms_norm`. `out`, three contiguous tensors, receives the results.
     """
     assert residual.shape == x.shape
     assert residual.is_contiguous()
-    y, summed, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
+    if out is None:
+        out = torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
+    y, summed, rstd = out
     width, warps = _shape(x)
     _forward_kernel[(x.shape[0],)](
         x, residual, weight, y, summed, rstd, eps, D=x.shape[1], WIDTH=width, ADD=True, num_warps=warps

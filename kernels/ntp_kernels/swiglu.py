@@ -18,12 +18,12 @@ import triton.language as tl
 _TILE = 4096
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return `silu(gate) * up` [M, U, B] of `gate_up` [M, U, 2, B] (gate first)."""
+def swiglu(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `silu(gate) * up` [M, U, B] of `gate_up` [M, U, 2, B] (gate first), in `out` if given."""
     tokens, units, pair, width = gate_up.shape
     assert pair == 2
     assert gate_up.is_contiguous()
-    y = gate_up.new_empty(tokens, units, width)
+    y = gate_up.new_empty(tokens, units, width) if out is None else out
     rows, columns, grid = _tiles(tokens * units, width)
     _forward_kernel[grid](gate_up, y, tokens * units, B=width, ROWS=rows, COLUMNS=columns, num_warps=4)
     return y

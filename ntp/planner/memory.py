@@ -67,6 +67,8 @@ def estimate(config: Config, plan: Plan) -> tuple[RankMemory, ...]:
             mine = _elements(held, replica, position)
             slices = _elements(kept, replica, position)
             flights = nodes[place] * plan.copies * mine + sum(nodes) * slices  # all buckets, own share too
+            if len(plan.replicas) == 1:
+                flights = 0
             found.append(
                 RankMemory(
                     rank,

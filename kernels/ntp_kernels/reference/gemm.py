@@ -30,15 +30,21 @@ SLACK = 1.001
 """Covers the rounding of the norms and of the float32 product, or |P_u| could reach 1."""
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return y [M, U, R] = x [M, D] times w [U, R, D] transposed, plus bias [U, R]: one GEMM per unit."""
+def linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return y [M, U, R] = x [M, D] times w [U, R, D] transposed, plus bias [U, R]: one GEMM per unit.
+
+    `out` receives the result.
+    """
     if not w.shape[0]:
         return x.new_empty(x.shape[0], 0, w.shape[1])
     x32 = x.float()
     blocks = [torch.mm(x32, unit.t()) for unit in w.float()]
     if bias is not None:
         blocks = [block.add_(row) for block, row in zip(blocks, bias.float(), strict=True)]
-    return torch.stack(blocks, 1).to(x.dtype)
+    y = torch.stack(blocks, 1).to(x.dtype)
+    return y if out is None else out.copy_(y)
 
 
 def linear_wgrad(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -76,15 +82,19 @@ def cut_matmul(
     column_exponent: torch.Tensor,
     total_units: int,
     first_unit: int = 0,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return i32 [M, D]: the local units' share of a [M, U, R] times w [U, R, D] on the common grid.
 
     `first_unit` (the global id of the first local unit) is not needed here: leaves are units. Rows and
-    columns whose exponent is POISON hold no meaning.
+    columns whose exponent is POISON hold no meaning. `out` receives the result.
     """
     scaled_a = a.float() * _power_of_two(-row_exponent).float()[:, None, None]
     scaled_w = w.float() * _power_of_two(-column_exponent).float()
-    total = torch.zeros(a.shape[0], w.shape[2], dtype=torch.int32, device=a.device)
+    if out is None:
+        out = torch.empty(a.shape[0], w.shape[2], dtype=torch.int32, device=a.device)
+    total = out.zero_()
     for block, unit in zip(unit_blocks(scaled_a), scaled_w, strict=True):
         product = torch.mm(block, unit)
         total += product.mul_(2.0 ** grid_bits(total_units)).round_().to(torch.int32)
@@ -97,12 +107,19 @@ def finish(
     column_exponent: torch.Tensor,
     total_units: int,
     dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [M, D] of the sum over ranks of `cut_matmul`: exact in float64, then rounded to `dtype`."""
+    """Return [M, D] of the sum over ranks of `cut_matmul`: exact in float64, then rounded to `dtype`.
+
+    A total [P, M, D] is summed over P first; `out` receives the result.
+    """
+    if total.dim() == 3:
+        total = total.sum(0, dtype=torch.int32)
     row_scale = _power_of_two(row_exponent).masked_fill_(row_exponent == POISON, torch.nan)
     column_scale = _power_of_two(column_exponent).masked_fill_(column_exponent == POISON, torch.nan)
     column_scale.mul_(2.0 ** -grid_bits(total_units))
-    return total.double().mul_(row_scale.unsqueeze(1)).mul_(column_scale).to(dtype)
+    value = total.double().mul_(row_scale.unsqueeze(1)).mul_(column_scale).to(dtype)
+    return value if out is None else out.copy_(value)
 
 
 def _exponent(square_sums: list[torch.Tensor], zero: torch.Tensor) -> torch.Tensor:

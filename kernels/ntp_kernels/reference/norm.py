@@ -14,12 +14,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `y, summed, rstd`: `summed = x + residual` [M, D] in the compute dtype, then its RMSNorm."""
+    """Return `y, summed, rstd`: `summed = x + residual` [M, D] in the compute dtype, then its RMSNorm.
+
+    `out`, three tensors, receives the results.
+    """
     summed = x + residual
     y, rstd = rms_norm(summed, weight, eps)
-    return y, summed, rstd
+    if out is None:
+        return y, summed, rstd
+    return out[0].copy_(y), out[1].copy_(summed), out[2].copy_(rstd)
 
 
 def rms_norm_backward(

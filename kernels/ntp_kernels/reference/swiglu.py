@@ -9,10 +9,11 @@ import torch
 from .units import map_units
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return `silu(gate) * up` [M, U, B] of `gate_up` [M, U, 2, B] (gate first)."""
+def swiglu(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `silu(gate) * up` [M, U, B] of `gate_up` [M, U, 2, B] (gate first), in `out` if given."""
     gate, up = gate_up.float().unbind(2)
-    return (gate * _sigmoid(gate)).mul_(up).to(gate_up.dtype)
+    y = (gate * _sigmoid(gate)).mul_(up).to(gate_up.dtype)
+    return y if out is None else out.copy_(y)
 
 
 def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,104 @@
+"""How the ranks of a replica add their shares of a cut product, and what they compute meanwhile.
+
+A cut product is [tokens, width]: every rank has an int32 share of each element, `finish` makes a number of
+the sum. A caller takes the tokens in `parts`: while one part travels, the next is computed. In backward,
+weight gradients wait in a backlog for an exchange that they can hide (`defer`, `cover`).
+
+`CutExchange` uses the group's collectives and hides nothing; `ntp.peer_exchange` uses the copy engines of the
+GPUs of one host. The bits are the same: integers are added, and every kernel takes any rows.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ntp.collectives import Group
+
+
+class Finish(Protocol):
+    """Turns the sum of shares into numbers."""
+
+    def __call__(self, total: Tensor, rows: slice, out: Tensor, /) -> object:
+        """`total` i32 [rows, width], or [pieces, rows, width] still to be added; `rows` of the part."""
+        ...
+
+
+class Backlog:
+    """Work that nobody waits for, kept until an exchange can hide it; the newest is done first."""
+
+    def __init__(self) -> None:
+        self._work: list[tuple[float, Callable[[], None]]] = []
+
+    def add(self, work: Callable[[], None], flops: float) -> None:
+        """Keep work of so many floating-point operations."""
+        self._work.append((flops, work))
+
+    def run(self, flops: float = math.inf) -> None:
+        """Do work of at least `flops` operations, or all there is."""
+        while self._work and flops > 0:
+            done, work = self._work.pop()
+            work()
+            flops -= done
+
+    def clear(self) -> None:
+        """Forget it."""
+        self._work.clear()
+
+
+class CutExchange:
+    """The exchange by collectives, complete when `start` returns."""
+
+    def __init__(self, group: "Group"):
+        self._group = group
+
+    def parts(self, tokens: int) -> Sequence[slice]:
+        """The rows of each part, ascending."""
+        return (slice(0, tokens),)
+
+    def output(self, like: Tensor) -> Tensor:
+        """Storage for a product of the shape, dtype and device of `like` [tokens, width].
+
+        It is valid until the second product after this one.
+        """
+        return torch.empty_like(like)
+
+    def share(self, output: Tensor, rows: slice) -> Tensor:
+        """Storage i32 [rows, width] for this rank's share of rows of `output`."""
+        return torch.empty_like(output[rows], dtype=torch.int32)
+
+    def maximum(self, exponents: Tensor, rows: slice) -> Tensor:
+        """The MAX over the ranks of i32 [rows]."""
+        del rows
+        self._group.all_reduce(exponents, "max")
+        return exponents
+
+    def start(self, share: Tensor, rows: slice, output: Tensor, finish: Finish) -> None:
+        """Begin to add the ranks' shares of these rows, and to finish them into `output`."""
+        self._group.all_reduce(share)
+        finish(share, slice(0, share.shape[0]), output[rows])
+
+    def wait(self, output: Tensor, rows: slice | None = None) -> None:
+        """Let what follows read these rows of `output` (all by default); any other tensor is complete."""
+        del output, rows
+
+    def defer(self, work: Callable[[], None], flops: float) -> None:
+        """Do work that nobody waits for, of so many floating-point operations, now or behind an exchange."""
+        del flops
+        work()
+
+    def cover(self, elements: int) -> None:
+        """Do as much deferred work as hides the exchange of a product of so many elements."""
+        del elements
+
+    def flush(self) -> None:
+        """Do all deferred work."""
+
+    def release(self) -> None:
+        """Let everything under way end, from another thread: a peer has gone and the results are garbage."""
+
+    def close(self) -> None:
+        """Give the storage up."""

@@ -1,0 +1,1 @@
+"""The trainer against a stock implementation of the same model, in one run on one machine."""

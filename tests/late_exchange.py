@@ -1,0 +1,61 @@
+"""An exchange on CPU that behaves like the one between GPUs: in parts, late, with a backlog.
+
+An output holds NaN until somebody waits for it, and its storage is used again by the second product after it,
+so that a caller that forgets to wait, or keeps an output too long, computes garbage.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ntp.collectives import Group
+from ntp.exchange import Backlog, CutExchange, Finish
+
+_SLOTS = 2
+
+
+class LateExchange(CutExchange):
+    """Parts of a third, a third and a third of the tokens."""
+
+    def __init__(self, group: Group):
+        super().__init__(group)
+        self.covered = 0
+        self._backlog = Backlog()
+        self._outputs: list[Tensor] = []
+        self._arriving: list[tuple[Tensor, slice, Callable[[], None]]] = []
+
+    def parts(self, tokens: int) -> Sequence[slice]:
+        edges = [tokens * index // 3 for index in range(4)]
+        return [slice(edges[index], edges[index + 1]) for index in range(3)]
+
+    def output(self, like: Tensor) -> Tensor:
+        for old in self._outputs[: 1 - _SLOTS]:
+            old.detach().fill_(torch.nan)
+        self._outputs = [*self._outputs[1 - _SLOTS :], torch.full_like(like, torch.nan)]
+        return self._outputs[-1]
+
+    def start(self, share: Tensor, rows: slice, output: Tensor, finish: Finish) -> None:
+        self._group.all_reduce(share)
+
+        def arrive() -> None:
+            finish(share, slice(0, share.shape[0]), output.detach()[rows])
+
+        self._arriving.append((output, rows, arrive))
+
+    def wait(self, output: Tensor, rows: slice | None = None) -> None:
+        for entry in list(self._arriving):
+            sent, of_part, arrive = entry
+            if sent.data_ptr() == output.data_ptr() and (rows is None or of_part.start < rows.stop):
+                arrive()
+                self._arriving.remove(entry)
+
+    def defer(self, work: Callable[[], None], flops: float) -> None:
+        self._backlog.add(work, flops)
+
+    def cover(self, elements: int) -> None:
+        self.covered += 1
+        self._backlog.run(4.0 * elements)  # of little, so that some stays for the next exchange
+
+    def flush(self) -> None:
+        self._backlog.run()
