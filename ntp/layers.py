@@ -5,11 +5,13 @@ no other state. Activations between layers are [M, D] in the compute dtype and e
 replica; inside a layer they are [M, U, ...], the rank's own units. Shapes as in `ntp.ops`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ntp import ops
 from ntp.collectives import Group
@@ -86,6 +88,7 @@ class Attention:
 
     Attributes:
         norms: QK-norm weights [H] of queries and keys, or None.
+        recompute: keep only the input for the backward pass.
     """
 
     qkv: ColumnParallelLinear
@@ -93,14 +96,19 @@ class Attention:
     norms: tuple[Weight, Weight] | None
     head_dim: int
     eps: float
+    recompute: bool = False
 
     def __call__(self, x: Tensor, packing: Packing) -> Tensor:
+        mixed = recomputed(self.mixed, x, packing) if self.recompute else self.mixed(x, packing)
+        return self.output(mixed)
+
+    def mixed(self, x: Tensor, packing: Packing) -> Tensor:
+        """Return what the heads have gathered, [M, U, G * H]."""
         qkv = self.qkv(x).unflatten(2, (-1, self.head_dim))
         q, k, v = ops.qk_norm_rope(
             qkv, packing.positions, packing.tables, self.norms, self.eps, self.qkv.weight, self.qkv.group
         )
-        mixed = ops.attention(q, k, v, packing.documents, packing.seq_len)
-        return self.output(mixed.flatten(2))
+        return ops.attention(q, k, v, packing.documents, packing.seq_len).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,14 @@ class VocabParallelHead:
         local = self.projection(x).float().transpose(0, 1)
         units = ops.gather_units(local, self.projection.weight, self.projection.group)
         return units.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+
+
+T = TypeVar("T")
+
+
+def recomputed(function: Callable[..., T], *arguments: object) -> T:
+    """Call `function`, which backward calls again for what it would have kept."""
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def refresh_exponents(weights: Iterable[Weight], group: Group) -> None:

@@ -10,7 +10,7 @@ layers. The residual stream is in the compute dtype, that of the weights.
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,11 @@ from ntp.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
+    recomputed,
 )
 from ntp.weight import Weight
+
+Recompute = Literal["none", "attention", "block"]
 
 
 class Tokens(Protocol):
@@ -50,13 +53,23 @@ class Model:
         weights: by canonical name (`ntp.parameters`).
         group: the ranks of this replica.
         seq_len: tokens of a sequence.
+        recompute: what backward computes again rather than keeps: "none", "attention" (but not the output
+            projection) or "block", of which two tensors [M, D] are kept. The bits are the same.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], group: Group, seq_len: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Weight],
+        group: Group,
+        seq_len: int,
+        recompute: Recompute = "none",
+    ):
         head = weights["embedding" if config.tie_word_embeddings else "head"]
         self.seq_len = seq_len
         self.embedding = VocabParallelEmbedding(weights["embedding"], group)
-        self.blocks = [Block(config, weights, f"layers.{i}.", group) for i in range(config.num_hidden_layers)]
+        prefixes = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
+        self.blocks = [Block(config, weights, prefix, group, recompute) for prefix in prefixes]
         self.norm = RMSNorm(weights["norm"], config.rms_norm_eps)
         projection = ColumnParallelLinear(head, group, last_use=not config.tie_word_embeddings)
         self.head = VocabParallelHead(projection, config.vocab_size)
@@ -83,7 +96,14 @@ class Model:
 class Block:
     """A decoder layer: attention, then the feed-forward layer, each behind a norm of the residual stream."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], prefix: str, group: Group):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Weight],
+        prefix: str,
+        group: Group,
+        recompute: Recompute,
+    ):
         def weight(name: str) -> Weight:
             return weights[prefix + name]
 
@@ -92,11 +112,17 @@ class Block:
         norms = (weight("q_norm"), weight("k_norm")) if config.qk_norm else None
         qkv, output = ColumnParallelLinear(weight("qkv"), group, bias), RowParallelLinear(weight("o"), group)
         self.attention_norm = RMSNorm(weight("attention_norm"), eps)
-        self.attention = Attention(qkv, output, norms, config.head_dim, eps)
+        self.attention = Attention(qkv, output, norms, config.head_dim, eps, recompute == "attention")
+        self._recompute = recompute == "block"
         self.mlp = FeedForward(weight("mlp_norm"), weight("gate_up"), weight("down"), eps, group)
 
     def __call__(self, x: Tensor, residual: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         """Return the layer's output [M, D], not yet added to the residual stream, and that stream."""
+        if self._recompute and torch.is_grad_enabled():
+            return recomputed(self._forward, x.clone(), residual, packing)  # storage of x is used again
+        return self._forward(x, residual, packing)
+
+    def _forward(self, x: Tensor, residual: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
         return self.mlp(self.attention(x, packing), residual)
 

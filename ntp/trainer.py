@@ -143,7 +143,8 @@ class Trainer:
             device=device,
             overlap=config.parallel.overlap_exchange,
         )
-        self.model = Model(config.model, self.weights, mesh.tensor, config.train.seq_len)
+        train = config.train
+        self.model = Model(config.model, self.weights, mesh.tensor, train.seq_len, train.recompute)
         if initialise:
             self.optimizer.initialise(config.train.seed, config.model.initializer_range)
             refresh_exponents(self.weights.values(), mesh.tensor)

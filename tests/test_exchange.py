@@ -19,8 +19,8 @@ def late(monkeypatch):
     monkeypatch.setattr(SimulatedGroup, "_make_exchange", lambda group: LateExchange(group))
 
 
-def configuration(model, parallel):
-    return make_config(model, parallel=parallel, train={"steps": 2, "dtype": "bfloat16"})
+def configuration(model, parallel, **train):
+    return make_config(model, parallel=parallel, train={"steps": 2, "dtype": "bfloat16", **train})
 
 
 @pytest.mark.parametrize("model", [LLAMA, QWEN])  # Qwen's head is tied: its gradient has two parts
@@ -32,6 +32,14 @@ def test_late_parts_give_the_bits_of_one_rank_on_every_mesh(late, model):
         run = train(configuration(model, parallel), data, failed)
         assert run.steps == alone.steps
         assert run.hashes == alone.hashes
+
+
+@pytest.mark.parametrize("recompute", ["attention", "block"])
+def test_recomputation_keeps_the_bits(late, recompute):
+    config = configuration(LLAMA, {"dp": 1, "tp": 2})
+    data = datasets_of(config)
+    again = configuration(LLAMA, {"dp": 1, "tp": 2}, recompute=recompute)
+    assert train(again, data).hashes == train(config, data).hashes
 
 
 def test_an_output_that_nobody_waits_for_is_noticed(late, monkeypatch):

@@ -146,7 +146,10 @@ def _depth(replica: Replica, groups: int) -> int:
 def _activations(config: Config, replica: Replica, position: int, width: int) -> int:
     model, tokens = config.model, config.train.micro_batch * config.train.seq_len
     kv, ffn, vocab = (len(_units(replica, kind, position)) for kind in UnitKind)
-    saved = sum(_saved_per_token(config, kv, ffn, width)) * model.num_hidden_layers
+    lean = sum(_saved_per_token(config, kv, ffn, width))
+    layer = lean + sum(_recomputable_per_token(config, kv, width))
+    kept = {"none": layer, "attention": lean, "block": 2 * model.hidden_size * width}[config.train.recompute]
+    saved = model.num_hidden_layers * kept + (layer - kept)  # one layer's at a time are computed again
     logits = vocab * model.vocab_unit * width
     backward = max(
         logits,  # their gradient
@@ -157,15 +160,22 @@ def _activations(config: Config, replica: Replica, position: int, width: int) ->
 
 
 def _saved_per_token(config: Config, kv: int, ffn: int, width: int) -> Iterator[int]:
-    """Bytes that a layer keeps of a token for its backward pass."""
+    """Bytes that a layer keeps of a token for its backward pass if it recomputes attention."""
     model = config.model
     queries = model.num_attention_heads // model.num_key_value_heads
     yield 4 * model.hidden_size * width  # two residual sums and the two inputs of column-parallel products
+    yield kv * queries * model.head_dim * width  # attention's output
+    yield ffn * model.ffn_unit * 3 * width  # gate, up and their product
+    yield 2 * FLOAT  # statistics of the norms
+
+
+def _recomputable_per_token(config: Config, kv: int, width: int) -> Iterator[int]:
+    """Bytes that attention keeps of a token in a layer, unless it computes them again."""
+    model = config.model
+    queries = model.num_attention_heads // model.num_key_value_heads
     yield kv * (queries + 2) * model.head_dim * width  # before rotation
     yield kv * (queries + 2) * model.head_dim * width  # q, k, v
-    yield kv * queries * model.head_dim * width  # attention's output
-    yield kv * queries * FLOAT + 2 * FLOAT  # row statistics
-    yield ffn * model.ffn_unit * 3 * width  # gate, up and their product
+    yield kv * queries * FLOAT  # row statistics
 
 
 def on_replica(memory: tuple[RankMemory, ...], replica: Replica) -> RankMemory:
