@@ -4,7 +4,7 @@ For a job, use `ntp-launch` (README.md). For a training loop or a model of your 
 
     ntp.plan        make_plan, plan_units: who owns which units, who computes which microbatches
     ntp.parameters  ParameterSpec, Part: how a parameter is cut into units
-    ntp.layers      the parallel layers, refresh_exponents
+    ntp.layers      the parallel layers, refresh_scales
     ntp.trainer     make_weights, wrap: the NonuniformTP wrappers that fit a plan; Trainer: the job's loop
     ntp.evidence    state_hashes
     ntp.testing     simulate: a mesh with failures in the threads of one process

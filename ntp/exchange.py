@@ -70,11 +70,13 @@ class CutExchange:
         """Storage i32 [rows, width] for this rank's share of rows of `output`."""
         return torch.empty_like(output[rows], dtype=torch.int32)
 
-    def maximum(self, exponents: Tensor, rows: slice) -> Tensor:
-        """The MAX over the ranks of i32 [rows]."""
-        del rows
-        self._group.all_reduce(exponents, "max")
-        return exponents
+    def gather(self, norms: Tensor, total_units: int, first_unit: int) -> Tensor:
+        """The norms [total units, rows] of all ranks, from [units, rows] of this one's; read it at once."""
+        every = norms.new_zeros(total_units, norms.shape[1])
+        every[first_unit : first_unit + norms.shape[0]] = norms
+        bits = torch.int32 if norms.dtype == torch.float32 else torch.int64
+        self._group.all_reduce(every.view(bits))  # each norm is non-zero on one rank: bits are kept
+        return every
 
     def start(self, share: Tensor, rows: slice, output: Tensor, finish: Finish) -> None:
         """Begin to add the ranks' shares of these rows, and to finish them into `output`."""

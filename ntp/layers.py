@@ -24,12 +24,14 @@ class Packing:
 
     Attributes:
         documents, positions: i32 [M]; attention stays inside equal documents, positions index the tables.
+        bounds: i32 [2, M], what attention needs to know of `documents`.
         seq_len: tokens of a sequence; M is a multiple of it.
         tables: cos and sin of the rotary embedding, f32 [seq_len, H/2] each.
     """
 
     documents: Tensor
     positions: Tensor
+    bounds: Tensor
     seq_len: int
     tables: tuple[Tensor, Tensor]
 
@@ -108,7 +110,7 @@ class Attention:
         q, k, v = ops.qk_norm_rope(
             qkv, packing.positions, packing.tables, self.norms, self.eps, self.qkv.weight, self.qkv.group
         )
-        return ops.attention(q, k, v, packing.documents, packing.seq_len).flatten(2)
+        return ops.attention(q, k, v, packing.documents, packing.seq_len, packing.bounds).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -155,14 +157,14 @@ def recomputed(function: Callable[..., T], *arguments: object) -> T:
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def refresh_exponents(weights: Iterable[Weight], group: Group) -> None:
-    """Recompute the column exponents of every sharded weight; call it whenever `data` has changed.
+def refresh_scales(weights: Iterable[Weight], group: Group) -> None:
+    """Recompute the column scale of every sharded weight; call it whenever `data` has changed.
 
     One MAX over the ranks of the replica; every rank passes its weights in the same order.
     """
     sharded = [weight for weight in weights if weight.data.dim() == 3]
-    local = [ops.column_exponents(weight) for weight in sharded]
+    local = [ops.column_scale(weight) for weight in sharded]
     combined = torch.cat(local)
-    group.all_reduce(combined, "max")
-    for weight, exponent in zip(sharded, combined.split([part.numel() for part in local]), strict=True):
-        weight.column_exponent = exponent
+    group.all_reduce(combined.view(torch.int32), "max")
+    for weight, scale in zip(sharded, combined.split([part.numel() for part in local]), strict=True):
+        weight.column_scale = scale

@@ -1,7 +1,7 @@
 """The decoder of the Llama 3 and Qwen3 families.
 
     model = Model(config.model, weights, group, seq_len)
-    refresh_exponents(weights.values(), group)      # after every change of the weights
+    refresh_scales(weights.values(), group)      # after every change of the weights
     model.loss(batch).sum().backward()              # adds to every weight's main_grad
 
 It reads like a model on one GPU: which units a rank holds is in its weights, what ranks exchange is in the
@@ -28,6 +28,7 @@ from ntp.layers import (
     VocabParallelHead,
     recomputed,
 )
+from ntp.ops import document_bounds
 from ntp.weight import Weight
 
 Recompute = Literal["none", "attention", "block"]
@@ -86,7 +87,8 @@ class Model:
 
     def hidden(self, batch: Tokens) -> Tensor:
         """Return the normalised hidden states [M, D] that the head reads."""
-        packing = Packing(batch.documents, batch.positions, self.seq_len, self.tables)
+        bounds = document_bounds(batch.documents, self.seq_len)
+        packing = Packing(batch.documents, batch.positions, bounds, self.seq_len, self.tables)
         x, residual = self.embedding(batch.inputs), None
         for block in self.blocks:
             x, residual = block(x, residual, packing)

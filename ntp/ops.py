@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from ntp_kernels import dispatch as kernels
-from ntp_kernels.dispatch import adamw, square_sums
+from ntp_kernels.dispatch import adamw, document_bounds, square_sums
 from torch import Tensor
 from torch.autograd import Function
 
@@ -27,8 +27,9 @@ __all__ = [
     "adamw",
     "add_rms_norm",
     "attention",
-    "column_exponents",
     "column_linear",
+    "column_scale",
+    "document_bounds",
     "embedding",
     "feed_forward",
     "gather_units",
@@ -97,9 +98,14 @@ def qk_norm_rope(
     return _QKNormRope.apply(qkv, positions, tables, norms, eps, units, group)  # type: ignore[return-value]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, seq_len: int) -> Tensor:
-    """Return causal attention [M, U, G, H] inside sequences of `seq_len` and equal `documents` (i32 [M])."""
-    return _Attention.apply(q, k, v, documents, seq_len)  # type: ignore[return-value]
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, seq_len: int, bounds: Tensor | None = None
+) -> Tensor:
+    """Return causal attention [M, U, G, H] inside sequences of `seq_len` and equal `documents` (i32 [M]).
+
+    `bounds` are their `document_bounds`, if the caller has them.
+    """
+    return _Attention.apply(q, k, v, documents, seq_len, bounds)  # type: ignore[return-value]
 
 
 def feed_forward(
@@ -128,9 +134,9 @@ def token_losses(logits: Tensor, targets: Tensor, head: Weight, vocab_size: int,
     return _TokenLosses.apply(logits, targets, head, vocab_size, group)  # type: ignore[return-value]
 
 
-def column_exponents(weight: Weight) -> Tensor:
-    """Return i32 [D] of the local units of a sharded weight, to be combined over ranks by MAX."""
-    return kernels.column_exponent(weight.data)
+def column_scale(weight: Weight) -> Tensor:
+    """Return the scale [D] by the local units of a sharded weight, for MAX of its int32 bits over ranks."""
+    return kernels.column_scale(weight.data)
 
 
 def gather_units(local: Tensor, weight: Weight, group: Group) -> Tensor:
@@ -150,14 +156,16 @@ def _start_cut_product(
 ) -> None:
     """Begin `output[rows]` = a [rows, U, R] times weight [U, R, D] over the units of all ranks."""
     rows = rows or slice(0, a.shape[0])
-    columns, units = weight.exponent, weight.total_units
-    exponents = exchange.maximum(kernels.row_exponent(a), rows)
+    columns, units, first_unit = weight.scale, weight.total_units, weight.first_unit
+    norms = exchange.gather(kernels.row_norms(a), units, first_unit)
+    scale = kernels.row_scale(norms, a.shape[2])
     share = exchange.share(output, rows)
-    kernels.cut_matmul(a, weight.data, exponents, columns, units, weight.first_unit, out=share)
+    kernels.cut_matmul(a, weight.data, scale, columns, units, first_unit, out=share)
     weight.count_product(a.shape[0])
+    bound = kernels.row_bound(scale)
 
     def finish(total: Tensor, of_part: slice, out: Tensor) -> None:
-        kernels.finish(total, exponents[of_part], columns, units, out.dtype, out)
+        kernels.finish(total, bound[of_part], columns, units, out.dtype, out)
 
     exchange.start(share, rows, output, finish)
 
@@ -318,18 +326,28 @@ def _add_unit_partials(partials: Tensor, norms: tuple[Weight, Weight], units: We
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, seq_len: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor,
+        seq_len: int,
+        bounds: Tensor | None,
+    ) -> Tensor:
         ctx.seq_len, ctx.scale = seq_len, q.shape[3] ** -0.5
-        out, lse = kernels.attention(q, k, v, documents, seq_len, ctx.scale)
-        ctx.save_for_backward(q, k, v, out, lse, documents)
+        out, lse = kernels.attention(q, k, v, documents, seq_len, ctx.scale, bounds)
+        ctx.save_for_backward(q, k, v, out, lse, documents, bounds)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dout = grads[0].contiguous()
-        q, k, v, out, lse, documents = ctx.saved_tensors
-        dq, dk, dv = kernels.attention_backward(dout, q, k, v, out, lse, documents, ctx.seq_len, ctx.scale)
-        return dq, dk, dv, None, None
+        q, k, v, out, lse, documents, bounds = ctx.saved_tensors
+        dq, dk, dv = kernels.attention_backward(
+            dout, q, k, v, out, lse, documents, ctx.seq_len, ctx.scale, bounds
+        )
+        return dq, dk, dv, None, None, None
 
 
 class _FeedForward(Function):

@@ -5,25 +5,22 @@ rank pulls its chunk of rows from every peer, adds and finishes them in one kern
 every peer. Copies and signals take no multiprocessor, so that matrix products beside them keep nearly all of
 their speed (figures: `ntp/DESIGN.md`, "The exchange on GPUs").
 
-Signals are counters in the receiver's memory, written and awaited by the stream itself. A rank writes into a
-peer's memory again only after that peer's next signal, which the peer sends after its last reading: the chain
-of products orders all reuse. When a peer dies, `release` raises the counters so that nothing waits for it.
+A rank writes into a peer's memory again only after that peer's next signal, which the peer sends after its
+last reading: the chain of products orders all reuse. When a peer dies, `release` ends all waiting.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from ntp.exchange import Backlog, CutExchange, Finish
+from ntp.peer_memory import DeviceStream, PeerMemory
 
 if TYPE_CHECKING:
     from ntp.collectives import Group
@@ -38,14 +35,12 @@ _SLOTS = 2
 _BYTES_PER_SECOND = 180e9  # of a rank's pulls and pushes together, 4 x H100
 _FLOPS = 600e12  # of a weight gradient
 _COVERED = 0.75  # of an exchange: what is left is cheaper exposed than a gradient that lacks elsewhere
-_RELEASED = 1 << 30
-_PAGE = 4096
 
 
-class Signal(IntEnum):
-    """What a counter counts: parts whose exponents, share or finished rows are there."""
+class _Signal(IntEnum):
+    """What a counter counts: parts whose norms, share or finished rows are there."""
 
-    EXPONENTS = 0
+    NORMS = 0
     SHARE = 1
     OUTPUT = 2
 
@@ -69,9 +64,9 @@ class PeerExchange(CutExchange):
     def __init__(self, group: "Group", process_group: dist.ProcessGroup, check: Callable[[], None]):
         super().__init__(group)
         self._process_group, self._check = process_group, check
-        self._memory: _PeerMemory | None = None
-        self._stream = torch.cuda.Stream(priority=-1)
-        self._slot = 0
+        self._products: _Products | None = None
+        self._norms: _Norms | None = None
+        self._side = DeviceStream(torch.cuda.Stream(priority=-1))
         self._arriving: dict[int, list[_Arrival]] = {}
         self._backlog = Backlog()
 
@@ -82,55 +77,32 @@ class PeerExchange(CutExchange):
 
     def output(self, like: Tensor) -> Tensor:
         self._check()
-        memory = self._memory
-        if memory is None or not memory.fits(like):
-            torch.cuda.current_stream().synchronize()  # peers may not read what is about to go
-            self._memory = memory = _PeerMemory(self._process_group, like)
-        self._slot = (self._slot + 1) % _SLOTS
-        return memory.output(memory.rank, self._slot)[: like.shape[0]]
+        if self._products is None or not self._products.fits(like):
+            torch.cuda.current_stream().synchronize()  # what is about to go has been read
+            self._products = _Products(self._process_group, like)
+        return self._products.next_output(like.shape[0])
 
     def share(self, output: Tensor, rows: slice) -> Tensor:
         for arrivals in self._arriving.values():
             for arrival in arrivals:
                 if rows.start < arrival.rows.stop and arrival.rows.start < rows.stop:
                     arrival.event.wait()
-        return self._peers.share(self._peers.rank)[rows]
+        return self._open_products.share[rows]
 
-    def maximum(self, exponents: Tensor, rows: slice) -> Tensor:
+    def gather(self, norms: Tensor, total_units: int, first_unit: int) -> Tensor:
         self._check()
-        memory = self._peers
-        count = memory.count(Signal.EXPONENTS)
-        for rank in memory.others():
-            memory.exponents(rank)[memory.rank, rows].copy_(exponents, non_blocking=True)
-            memory.signal(rank, Signal.EXPONENTS, count)
-        everyone = memory.exponents(memory.rank)
-        everyone[memory.rank, rows] = exponents
-        for rank in memory.others():
-            memory.await_signal(rank, Signal.EXPONENTS, count)
-        return everyone[:, rows].amax(0)
+        elements = total_units * norms.shape[1]
+        if self._norms is None or elements > self._norms.capacity:
+            torch.cuda.current_stream().synchronize()
+            self._norms = _Norms(self._process_group, elements, norms.device)
+        return self._norms.gather(norms, total_units, first_unit)
 
     def start(self, share: Tensor, rows: slice, output: Tensor, finish: Finish) -> None:
         self._check()
-        memory = self._peers
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            count = memory.count(Signal.SHARE)
-            for rank in memory.others():
-                memory.signal(rank, Signal.SHARE, count)
-            chunk = _chunk(rows, memory.rank, memory.size)
-            pieces = share.new_empty(memory.size, chunk.stop - chunk.start, share.shape[1])
-            pieces[memory.rank] = memory.share(memory.rank)[chunk]
-            for rank in memory.others():
-                memory.await_signal(rank, Signal.SHARE, count)
-                pieces[rank].copy_(memory.share(rank)[chunk], non_blocking=True)
-            if pieces.numel():
-                finish(pieces, slice(chunk.start - rows.start, chunk.stop - rows.start), output[chunk])
-            slot = memory.slot(output)
-            for rank in memory.others():
-                memory.output(rank, slot)[chunk].copy_(output[chunk], non_blocking=True)
-                memory.signal(rank, Signal.OUTPUT, count)
-            for rank in memory.others():
-                memory.await_signal(rank, Signal.OUTPUT, count)
+        side, products = self._side, self._open_products
+        side.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side.stream):
+            products.exchange(side, rows, output, finish)
             event = torch.cuda.Event()
             event.record()
         self._arriving.setdefault(output.data_ptr(), []).append(_Arrival(rows, event, (share, finish)))
@@ -155,121 +127,95 @@ class PeerExchange(CutExchange):
         self._backlog.run()
 
     def release(self) -> None:
-        if self._memory is not None:
-            self._memory.release()
+        for memory in (self._products, self._norms):
+            if memory is not None:
+                memory.memory.release()
 
     def close(self) -> None:
-        self._memory = None
+        self._products = self._norms = None
         self._arriving.clear()
         self._backlog.clear()
 
     @property
-    def _peers(self) -> "_PeerMemory":
-        assert self._memory is not None, "a product begins with its output"
-        return self._memory
+    def _open_products(self) -> "_Products":
+        assert self._products is not None, "a product begins with its output"
+        return self._products
+
+
+class _Products:
+    """Shares and outputs of all ranks for products [tokens, width] of one dtype; all make it at once."""
+
+    def __init__(self, process_group: dist.ProcessGroup, like: Tensor):
+        self._tokens, self._width = like.shape
+        share, output = 4 * like.numel(), like.element_size() * like.numel()
+        self.memory = PeerMemory(process_group, [share] + [output] * _SLOTS, len(_Signal), like.device)
+        self.share = self.memory.view(0, like.shape, torch.int32)
+        self._outputs = [self.memory.view(1 + slot, like.shape, like.dtype) for slot in range(_SLOTS)]
+        self._next = 0
+
+    def fits(self, like: Tensor) -> bool:
+        """Whether a product like this one has room."""
+        mine = self._outputs[0]
+        return like.dtype == mine.dtype and like.shape[1] == self._width and like.shape[0] <= self._tokens
+
+    def next_output(self, tokens: int) -> Tensor:
+        """The storage whose last use is longest ago."""
+        self._next = (self._next + 1) % _SLOTS
+        return self._outputs[self._next][:tokens]
+
+    def exchange(self, side: DeviceStream, rows: slice, output: Tensor, finish: Finish) -> None:
+        """Add and finish these rows of all ranks, in `output` of all ranks, in the stream `side`."""
+        memory = self.memory
+        number = memory.next_number(_Signal.SHARE)
+        for rank in memory.others:
+            memory.signal(side, rank, _Signal.SHARE, number)
+        chunk = _chunk(rows, memory.rank, memory.size)
+        count = chunk.stop - chunk.start
+        pieces = torch.empty(memory.size, count, self._width, dtype=torch.int32, device=output.device)
+        width, bytes_of_piece = 4 * self._width, 4 * self._width * count
+        for place, rank in enumerate((memory.rank, *memory.others)):
+            if rank != memory.rank:
+                memory.await_signal(side, rank, _Signal.SHARE, number)
+            source = memory.address(rank, 0) + chunk.start * width
+            side.copy(pieces.data_ptr() + place * bytes_of_piece, source, bytes_of_piece)
+        if count:
+            finish(pieces, slice(chunk.start - rows.start, chunk.stop - rows.start), output[chunk])
+        region = 1 + next(s for s, mine in enumerate(self._outputs) if mine.data_ptr() == output.data_ptr())
+        width = output.element_size() * self._width
+        for rank in memory.others:
+            first = chunk.start * width
+            side.copy(memory.address(rank, region) + first, output.data_ptr() + first, count * width)
+            memory.signal(side, rank, _Signal.OUTPUT, number)
+        for rank in memory.others:
+            memory.await_signal(side, rank, _Signal.OUTPUT, number)
+
+
+class _Norms:
+    """The norms of all units in the memory of every rank, f32, by turns in two regions.
+
+    A rank sends the next norms only after it has got these from everyone, so never two ahead of a reader.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, capacity: int, device: torch.device):
+        self.capacity = capacity
+        self.memory = PeerMemory(process_group, [4 * capacity] * 2, len(_Signal), device)
+        self._regions = [self.memory.view(region, (capacity,), torch.float32) for region in range(2)]
+
+    def gather(self, norms: Tensor, total_units: int, first_unit: int) -> Tensor:
+        """See `CutExchange.gather`; in the current stream."""
+        memory, stream = self.memory, DeviceStream(torch.cuda.current_stream())
+        number, tokens = memory.next_number(_Signal.NORMS), norms.shape[1]
+        region, first = number % 2, 4 * first_unit * tokens
+        for rank in (memory.rank, *memory.others):
+            stream.copy(memory.address(rank, region) + first, norms.data_ptr(), 4 * norms.numel())
+            if rank != memory.rank:
+                memory.signal(stream, rank, _Signal.NORMS, number)
+        for rank in memory.others:
+            memory.await_signal(stream, rank, _Signal.NORMS, number)
+        return self._regions[region][: total_units * tokens].view(total_units, tokens)
 
 
 def _chunk(rows: slice, place: int, size: int) -> slice:
     """The rows that one rank adds and finishes."""
     count = rows.stop - rows.start
     return slice(rows.start + count * place // size, rows.start + count * (place + 1) // size)
-
-
-class _PeerMemory:
-    """Memory of all ranks for products [tokens, width] of one dtype; made by all ranks at once.
-
-    In every rank: counters i32 [signals, ranks], exponents i32 [ranks, tokens], the share i32 [tokens,
-    width], and the outputs.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup, like: Tensor):
-        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self._tokens, self._width, self._dtype = *like.shape, like.dtype
-        sizes = [4 * len(Signal) * self.size, 4 * self.size * self._tokens, 4 * like.numel()]
-        sizes += [like.element_size() * like.numel()] * _SLOTS
-        self._offsets = [0]
-        for size in sizes:
-            self._offsets.append(self._offsets[-1] + -(-size // _PAGE) * _PAGE)
-        self._storage = symmetric_memory.empty(self._offsets[-1], dtype=torch.uint8, device=like.device)
-        self._storage.zero_()
-        torch.cuda.current_stream().synchronize()  # nobody signals before everyone has cleared
-        self._handle = symmetric_memory.rendezvous(self._storage, process_group)
-        self._views: dict[tuple[int, int], Tensor] = {}
-        self._counts = dict.fromkeys(Signal, 0)
-
-    def fits(self, like: Tensor) -> bool:
-        """Whether a product like this one has room."""
-        return like.shape[1] == self._width and like.dtype == self._dtype and like.shape[0] <= self._tokens
-
-    def others(self) -> Sequence[int]:
-        """The other ranks, each rank beginning with its neighbour, so that no two copy from the same one."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    def exponents(self, rank: int) -> Tensor:
-        """i32 [ranks, tokens] in the memory of `rank`."""
-        return self._view(rank, 1, (self.size, self._tokens), torch.int32)
-
-    def share(self, rank: int) -> Tensor:
-        """i32 [tokens, width] in the memory of `rank`."""
-        return self._view(rank, 2, (self._tokens, self._width), torch.int32)
-
-    def output(self, rank: int, slot: int) -> Tensor:
-        """[tokens, width] in the memory of `rank`."""
-        return self._view(rank, 3 + slot, (self._tokens, self._width), self._dtype)
-
-    def slot(self, output: Tensor) -> int:
-        """Which output of this rank that is."""
-        addresses = [self.output(self.rank, slot).data_ptr() for slot in range(_SLOTS)]
-        return addresses.index(output.data_ptr())
-
-    def count(self, signal: Signal) -> int:
-        """The number of the next part."""
-        self._counts[signal] += 1
-        return self._counts[signal]
-
-    def signal(self, rank: int, signal: Signal, count: int) -> None:
-        """Tell `rank`, behind the work in the current stream."""
-        _write_value(self._counter(rank, signal, self.rank), count)
-
-    def await_signal(self, rank: int, signal: Signal, count: int) -> None:
-        """Hold the current stream until `rank` has told as much."""
-        _wait_value(self._counter(self.rank, signal, rank), count)
-
-    def release(self) -> None:
-        """End every waiting."""
-        counters = self._view(self.rank, 0, (len(Signal) * self.size,), torch.int32)
-        with torch.cuda.stream(torch.cuda.Stream(counters.device)):
-            counters.fill_(_RELEASED)
-
-    def _counter(self, rank: int, signal: Signal, of: int) -> int:
-        return int(self._handle.buffer_ptrs[rank]) + 4 * (signal * self.size + of)
-
-    def _view(self, rank: int, region: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        view = self._views.get((rank, region))
-        if view is None:
-            offset = self._offsets[region] // dtype.itemsize
-            view = self._views[rank, region] = self._handle.get_buffer(rank, shape, dtype, offset)
-        return view
-
-
-def _write_value(address: int, value: int) -> None:
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    _succeed(_driver().cuStreamWriteValue32_v2(stream, ctypes.c_uint64(address), ctypes.c_uint32(value), 0))
-
-
-def _wait_value(address: int, value: int) -> None:
-    at_least = 0  # CU_STREAM_WAIT_VALUE_GEQ
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    _succeed(
-        _driver().cuStreamWaitValue32_v2(stream, ctypes.c_uint64(address), ctypes.c_uint32(value), at_least)
-    )
-
-
-def _succeed(code: int) -> None:
-    if code != 0:
-        raise RuntimeError(f"CUDA stream memory operation failed with driver error {code}")
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")

@@ -17,7 +17,7 @@ from ntp.config import Config, OptimizerConfig
 from ntp.data import Batch, Datasets
 from ntp.ddp import DistributedDataParallel, NonuniformTPDistributedDataParallel
 from ntp.evidence import StateHashes, state_hashes
-from ntp.layers import refresh_exponents
+from ntp.layers import refresh_scales
 from ntp.learning_rate import learning_rate
 from ntp.model import Model
 from ntp.optim import DistributedOptimizer, NonuniformTPOptimizer
@@ -147,12 +147,12 @@ class Trainer:
         self.model = Model(config.model, self.weights, mesh.tensor, train.seq_len, train.recompute)
         if initialise:
             self.optimizer.initialise(config.train.seed, config.model.initializer_range)
-            refresh_exponents(self.weights.values(), mesh.tensor)
+            refresh_scales(self.weights.values(), mesh.tensor)
 
     def publish(self) -> None:
         """Renew the parameters that compute after a change of the masters; collective over the workers."""
         self.optimizer.return_parameters()
-        refresh_exponents(self.weights.values(), self.mesh.tensor)
+        refresh_scales(self.weights.values(), self.mesh.tensor)
 
     def step(self, step: int, before_commit: Callable[[], None] = lambda: None) -> StepResult:
         """Run and commit step `step` (from 1); collective over the workers.

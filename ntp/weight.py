@@ -20,7 +20,7 @@ class Weight:
         total_units: units of the parameter over all ranks of the replica; 1 where it is replicated.
         first_unit: global id of the first local unit.
         main_grad: float32 of the shape of `data`; gradients of the SUM of token losses are added to it.
-        column_exponent: int32 [D] over ALL units, see `ntp.layers.refresh_exponents`; needed where the
+        column_scale: [D] over ALL units, see `ntp.layers.refresh_scales`; needed where the
             weight takes part in a contraction that tensor parallelism cuts.
         gemm_flops: floating-point operations (a multiply-add is two) of the matrix products with this weight
             so far, on this rank.
@@ -32,7 +32,7 @@ class Weight:
     total_units: int = 1
     first_unit: int = 0
     main_grad: Tensor | None = None
-    column_exponent: Tensor | None = None
+    column_scale: Tensor | None = None
     gemm_flops: int = 0
     on_grad_ready: Callable[[], None] | None = None
 
@@ -47,10 +47,10 @@ class Weight:
         return self.main_grad
 
     @property
-    def exponent(self) -> Tensor:
-        """The column exponents; whoever changes `data` has refreshed them."""
-        assert self.column_exponent is not None, f"{self.name}: call refresh_exponents first"
-        return self.column_exponent
+    def scale(self) -> Tensor:
+        """The column scale; whoever changes `data` has refreshed them."""
+        assert self.column_scale is not None, f"{self.name}: call refresh_scales first"
+        return self.column_scale
 
     def announce_grad(self) -> None:
         """Tell whoever exchanges gradients that this microbatch is complete here."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntp.config import OptimizerConfig, ParallelConfig
 from ntp.evidence import state_hashes
-from ntp.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, VocabParallelHead, refresh_exponents
+from ntp.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, VocabParallelHead, refresh_scales
 from ntp.parameters import ParameterSpec, Part
 from ntp.plan import plan_units
 from ntp.testing import Member, simulate
@@ -60,11 +60,11 @@ def train(member: Member) -> tuple[float, str]:
     optimizer.initialise(seed=1, init_std=0.1)
     model = Classifier(weights, member.mesh.tensor)
     for step in range(1, STEPS + 1):
-        refresh_exponents(weights.values(), member.mesh.tensor)
+        refresh_scales(weights.values(), member.mesh.tensor)
         for index in ddp.microbatches():
             model.losses(*batch(step, index)).sum().backward()
         optimizer.commit(ddp.sync(), EXAMPLES * MICROBATCHES, learning_rate=0.03, step=step)
-    refresh_exponents(weights.values(), member.mesh.tensor)
+    refresh_scales(weights.values(), member.mesh.tensor)
     hashes = state_hashes(optimizer, member.mesh.workers)
     return model.losses(*batch(0, 0)).mean().item(), hashes.weights_sha256
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ntp.collectives import Group
 from ntp.config import ModelConfig
 from ntp.data import Batch
-from ntp.layers import refresh_exponents
+from ntp.layers import refresh_scales
 from ntp.model import Model
 from ntp.parameters import parameter_specs
 from ntp.units import UnitRange, spread
@@ -123,7 +123,7 @@ def run_rank(
         weight = Weight(spec.name, data, spec.units, held.start, torch.zeros(data.shape))
         weight.on_grad_ready = lambda name=spec.name: ready.append(name)
         weights[spec.name] = weight
-    refresh_exponents(weights.values(), group)
+    refresh_scales(weights.values(), group)
     model = Model(config, weights, group, SEQ_LEN)
     for _ in range(microbatches):
         losses = model.loss(batch)

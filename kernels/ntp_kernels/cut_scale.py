@@ -158,7 +158,8 @@ def finish(
     assert total.is_contiguous()
     out = total.new_empty(m, d, dtype=dtype) if out is None else out
     grid = (triton.cdiv(m, 4), triton.cdiv(d, 1024))
-    rows, columns = as_rows(row_scale).bound, as_columns(column_scale)
+    rows = as_columns(row_scale.bound if isinstance(row_scale, RowScale) else row_scale)
+    columns = as_columns(column_scale)
     _finish_kernel[grid](
         total, rows, columns, out, m, d, PIECES=total.numel() // (m * d), ROWS=4, COLUMNS=1024
     )

@@ -31,21 +31,31 @@ def bias_grad(dy: Tensor, out: Tensor) -> None:
     _kernels(dy, "gemm").bias_grad(dy, out)
 
 
-def row_exponent(a: Tensor) -> Tensor:
-    """Return i32 [M], to be combined over ranks by MAX: bounds of the rows of a [M, U, R], powers of two."""
-    return _kernels(a, "gemm").row_exponent(a)
+def row_norms(a: Tensor) -> Tensor:
+    """Return [U, M], to be gathered over ranks: norms of the rows of a [M, U, R] in every unit."""
+    return _kernels(a, "gemm").row_norms(a)
 
 
-def column_exponent(w: Tensor) -> Tensor:
-    """Return i32 [D], to be combined over ranks by MAX: bounds of the columns of w [U, R, D]."""
-    return _kernels(w, "gemm").column_exponent(w)
+def row_scale(norms: Tensor, unit_rows: int) -> Any:
+    """Return the scale of M rows, for `cut_matmul`, from the norms [total units, M]."""
+    return _kernels(norms, "gemm").row_scale(norms, unit_rows)
+
+
+def row_bound(scale: Any) -> Tensor:
+    """Return the part [M] of a scale of rows that `finish` needs."""
+    return getattr(scale, "bound", scale)
+
+
+def column_scale(w: Tensor) -> Tensor:
+    """Return the scale [D] of the columns of w [U, R, D], to be combined over ranks by MAX of its bits."""
+    return _kernels(w, "gemm").column_scale(w)
 
 
 def cut_matmul(
     a: Tensor,
     w: Tensor,
-    row_exponent: Tensor,
-    column_exponent: Tensor,
+    row_scale: Any,
+    column_scale: Tensor,
     total_units: int,
     first_unit: int = 0,
     *,
@@ -53,24 +63,24 @@ def cut_matmul(
 ) -> Tensor:
     """Return i32 [M, D], to be combined over ranks by SUM: the local share of a [M, U, R] times w [U, R, D].
 
-    The exponents are those of all units; `first_unit` is the global id of the first local unit.
+    The scales are those of all units; `first_unit` is the global id of the first local unit.
     """
     options = _cut_options(a.device) if a.numel() else {}
     return _kernels(a, "gemm").cut_matmul(
-        a, w, row_exponent, column_exponent, total_units, first_unit, out=out, **options
+        a, w, row_scale, column_scale, total_units, first_unit, out=out, **options
     )
 
 
 def finish(
     total: Tensor,
-    row_exponent: Tensor,
-    column_exponent: Tensor,
+    row_bound: Tensor,
+    column_scale: Tensor,
     total_units: int,
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return [M, D] in `dtype` of the sum over ranks of `cut_matmul`; a total [P, M, D] is summed first."""
-    return _kernels(total, "gemm").finish(total, row_exponent, column_exponent, total_units, dtype, out)
+    return _kernels(total, "gemm").finish(total, row_bound, column_scale, total_units, dtype, out)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -126,11 +136,22 @@ def qk_norm_rope_backward(
     return rope.qk_norm_rope_backward(dq, dk, dv, qkv, positions, cos, sin, q_weight, k_weight, rstd)
 
 
+def document_bounds(document: Tensor, seq_len: int) -> Tensor:
+    """Return i32 [2, M], for every call of `attention` on these tokens."""
+    return _kernels(document, "attention").document_bounds(document, seq_len)
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, document: Tensor, seq_len: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document: Tensor,
+    seq_len: int,
+    scale: float,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out [M, U, G, H] and lse f32 [M, U, G]: causal inside sequences and equal `document` ids."""
-    return _kernels(q, "attention").attention(q, k, v, document, seq_len, scale)
+    return _kernels(q, "attention").attention(q, k, v, document, seq_len, scale, bounds)
 
 
 def attention_backward(
@@ -143,9 +164,11 @@ def attention_backward(
     document: Tensor,
     seq_len: int,
     scale: float,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of `attention`."""
-    return _kernels(q, "attention").attention_backward(dout, q, k, v, out, lse, document, seq_len, scale)
+    kernels = _kernels(q, "attention")
+    return kernels.attention_backward(dout, q, k, v, out, lse, document, seq_len, scale, bounds)
 
 
 def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:

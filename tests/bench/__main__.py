@@ -23,7 +23,7 @@ from ntp.collectives import TorchFabric, build_mesh
 from ntp.config import Config, load_config
 from ntp.data import Batch, Dataset, Datasets
 from ntp.ddp import DistributedDataParallel
-from ntp.layers import refresh_exponents
+from ntp.layers import refresh_scales
 from ntp.model import Model
 from ntp.parameters import parameter_specs
 from ntp.plan import make_plan
@@ -140,7 +140,7 @@ class _Bench:
         weights = make_weights(specs, self._plan, mesh.rank)
         ddp = DistributedDataParallel(specs, weights, self._plan, mesh, torch.bfloat16, self._device)
         ddp.buffer.parameters.normal_(0, 0.02)
-        refresh_exponents(weights.values(), mesh.tensor)
+        refresh_scales(weights.values(), mesh.tensor)
         model = Model(config.model, weights, mesh.tensor, config.train.seq_len, config.train.recompute)
         batch = self._data.batch(range(config.train.micro_batch)).to(self._device)
         next(iter(ddp.microbatches()))

@@ -11,14 +11,32 @@ from collections.abc import Iterator
 import torch
 
 
+def document_bounds(document: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """Return i32 [2, M]: first and one past the last position, in its sequence, of a token's document."""
+    ids = document.view(-1, seq_len)
+    position = torch.arange(seq_len, device=ids.device, dtype=torch.int32).expand_as(ids)
+    edge = ids[:, 1:] != ids[:, :-1]
+    border = torch.ones_like(ids[:, :1], dtype=torch.bool)
+    first = torch.where(torch.cat([border, edge], 1), position, 0).cummax(1).values
+    past = torch.where(torch.cat([edge, border], 1), position + 1, seq_len).flip(1).cummin(1).values.flip(1)
+    return torch.stack([first.flatten(), past.flatten()]).to(torch.int32)
+
+
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document: torch.Tensor, seq_len: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    document: torch.Tensor,
+    seq_len: int,
+    scale: float,
+    bounds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out [M, U, G, H] and lse f32 [M, U, G] for q [M, U, G, H], k and v [M, U, H].
 
     M is a multiple of `seq_len`. A token attends to the tokens of its sequence that are not after it and
-    whose `document` (i32 [M]) equals its own.
+    whose `document` (i32 [M]) equals its own. `bounds` is not needed: it is here for the kernel.
     """
+    del bounds
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for rows, hidden in _sequences(document, seq_len):
@@ -43,8 +61,10 @@ def attention_backward(
     document: torch.Tensor,
     seq_len: int,
     scale: float,
+    bounds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk, dv of `attention`; a key head's gradients are one sum over query heads and queries."""
+    del bounds
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for rows, hidden in _sequences(document, seq_len):
         for unit in range(q.shape[1]):

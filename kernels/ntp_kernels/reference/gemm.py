@@ -60,14 +60,35 @@ def bias_grad(dy: torch.Tensor, out: torch.Tensor) -> None:
         target.add_(block.sum(0))
 
 
+def row_norms(a: torch.Tensor) -> torch.Tensor:
+    """Return f64 [U, M]: the norm of every row in every unit of a [M, U, R]."""
+    norms = a.new_empty(a.shape[1], a.shape[0], dtype=torch.float64)
+    for block, row in zip(unit_blocks(a), norms, strict=True):
+        row.copy_(block.double().square_().sum(1).sqrt_())
+    return norms
+
+
+def row_scale(norms: torch.Tensor, unit_rows: int) -> torch.Tensor:
+    """Return i32 [M]: the smallest e with SLACK * norm < 2^e for the norms f64 [total units, M] of a row.
+
+    `unit_rows` is not needed: leaves are units.
+    """
+    del unit_rows
+    return _exponent(norms)
+
+
 def row_exponent(a: torch.Tensor) -> torch.Tensor:
-    """Return i32 [M]: the smallest e with SLACK * |a_iu| < 2^e for every unit u of a [M, U, R]."""
-    return _exponent([block.double().square_().sum(1) for block in unit_blocks(a)], a.new_zeros(a.shape[0]))
+    """Return i32 [M]: the scale of the rows of a [M, U, R] by the units at hand."""
+    return row_scale(row_norms(a), a.shape[2])
 
 
 def column_exponent(w: torch.Tensor) -> torch.Tensor:
     """Return i32 [D]: the smallest e with SLACK * |w_uj| < 2^e for every unit u of w [U, R, D]."""
-    return _exponent([unit.double().square_().sum(0) for unit in w], w.new_zeros(w.shape[2]))
+    sums = [unit.double().square_().sum(0) for unit in w]
+    return _exponent(torch.stack(sums).sqrt_() if sums else w.new_zeros(0, w.shape[2], dtype=torch.float64))
+
+
+column_scale = column_exponent
 
 
 def grid_bits(total_units: int) -> int:
@@ -122,10 +143,10 @@ def finish(
     return value if out is None else out.copy_(value)
 
 
-def _exponent(square_sums: list[torch.Tensor], zero: torch.Tensor) -> torch.Tensor:
-    """Return the exponents i32 [X] of the units' norms, given as f64 [X] sums of squares; `zero` is [X]."""
-    largest = torch.stack([zero.double(), *square_sums]).amax(0)  # keeps NaN
-    norms = largest.sqrt_().mul_(SLACK).clamp_(min=2.0 ** (MIN_EXPONENT - 1))
+def _exponent(norms: torch.Tensor) -> torch.Tensor:
+    """Return the exponents i32 [X] of the units' norms f64 [U, X]."""
+    largest = torch.cat([norms.new_zeros(1, norms.shape[1]), norms]).amax(0)  # keeps NaN
+    norms = largest.mul_(SLACK).clamp_(min=2.0 ** (MIN_EXPONENT - 1))
     exponent = torch.frexp(norms).exponent  # of zero it would be 0, hence the clamp
     return exponent.masked_fill_(~torch.isfinite(norms), POISON)
 
