@@ -10,7 +10,7 @@ GPUs of one host. The bits are the same: integers are added, and every kernel ta
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,15 @@ class Finish(Protocol):
     """Turns the sum of shares into numbers."""
 
     def __call__(self, total: Tensor, rows: slice, out: Tensor, /) -> object:
-        """`total` i32 [rows, width], or [pieces, rows, width] still to be added; `rows` of the part."""
+        """`total` i32 [rows, width], or [pieces, rows, width] still to be added."""
         ...
+
+
+class Share(NamedTuple):
+    """Storage i32 [rows, width] for a rank's share of some rows of a product."""
+
+    rows: slice
+    out: Tensor
 
 
 class Backlog:
@@ -66,9 +73,9 @@ class CutExchange:
         """
         return torch.empty_like(like)
 
-    def share(self, output: Tensor, rows: slice) -> Tensor:
-        """Storage i32 [rows, width] for this rank's share of rows of `output`."""
-        return torch.empty_like(output[rows], dtype=torch.int32)
+    def shares(self, output: Tensor, rows: slice) -> Sequence[Share]:
+        """Where to write this rank's shares of these rows of `output`, in this order."""
+        return [Share(rows, torch.empty_like(output[rows], dtype=torch.int32))]
 
     def gather(self, norms: Tensor, total_units: int, first_unit: int) -> Tensor:
         """The norms [total units, rows] of all ranks, from [units, rows] of this one's; read it at once."""
@@ -78,10 +85,11 @@ class CutExchange:
         self._group.all_reduce(every.view(bits))  # each norm is non-zero on one rank: bits are kept
         return every
 
-    def start(self, share: Tensor, rows: slice, output: Tensor, finish: Finish) -> None:
-        """Begin to add the ranks' shares of these rows, and to finish them into `output`."""
-        self._group.all_reduce(share)
-        finish(share, slice(0, share.shape[0]), output[rows])
+    def start(self, shares: Sequence[Share], output: Tensor, finish: Finish) -> None:
+        """Begin to add the ranks' shares, and to finish them into `output`."""
+        for rows, share in shares:
+            self._group.all_reduce(share)
+            finish(share, rows, output[rows])
 
     def wait(self, output: Tensor, rows: slice | None = None) -> None:
         """Let what follows read these rows of `output` (all by default); any other tensor is complete."""

@@ -159,15 +159,21 @@ def _start_cut_product(
     columns, units, first_unit = weight.scale, weight.total_units, weight.first_unit
     norms = exchange.gather(kernels.row_norms(a), units, first_unit)
     scale = kernels.row_scale(norms, a.shape[2])
-    share = exchange.share(output, rows)
-    kernels.cut_matmul(a, weight.data, scale, columns, units, first_unit, out=share)
+    shares = exchange.shares(output, rows)
+
+    def local(some: slice) -> slice:
+        return slice(some.start - rows.start, some.stop - rows.start)
+
+    for share in shares:
+        some = local(share.rows)
+        some_scale = kernels.some_rows(scale, some)
+        kernels.cut_matmul(a[some], weight.data, some_scale, columns, units, first_unit, out=share.out)
     weight.count_product(a.shape[0])
-    bound = kernels.row_bound(scale)
 
-    def finish(total: Tensor, of_part: slice, out: Tensor) -> None:
-        kernels.finish(total, bound[of_part], columns, units, out.dtype, out)
+    def finish(total: Tensor, some: slice, out: Tensor) -> None:
+        kernels.finish(total, kernels.some_rows(scale, local(some)), columns, units, out.dtype, out)
 
-    exchange.start(share, rows, output, finish)
+    exchange.start(shares, output, finish)
 
 
 def _add_wgrad(dy: Tensor, x: Tensor, weight: Weight, exchange: CutExchange, last_use: bool = True) -> None:

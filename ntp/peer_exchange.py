@@ -1,14 +1,15 @@
-"""The exchange of cut products between GPUs of one host, on copy engines.
+"""The exchange of cut products between GPUs of one host, through each other's memory.
 
-Every rank has its share and its outputs in memory that the others can address. For each part of the tokens a
-rank pulls its chunk of rows from every peer, adds and finishes them in one kernel and pushes the result to
-every peer. Copies and signals take no multiprocessor, so that matrix products beside them keep nearly all of
-their speed (figures: `ntp/DESIGN.md`, "The exchange on GPUs").
+Of each part of the tokens every rank owns a chunk of rows. The products of a chunk write their integers
+straight into the owner's memory; the owner adds and finishes them in one kernel, and copy engines push the
+result to every peer. What travels with the products costs them little, copies and signals take no
+multiprocessor (figures: `ntp/DESIGN.md`, "The exchange on GPUs").
 
 A rank writes into a peer's memory again only after that peer's next signal, which the peer sends after its
 last reading: the chain of products orders all reuse. When a peer dies, `release` ends all waiting.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from ntp_kernels.broadcast import broadcast
 from torch import Tensor
 
-from ntp.exchange import Backlog, CutExchange, Finish
+from ntp.exchange import Backlog, CutExchange, Finish, Share
 from ntp.peer_memory import DeviceStream, PeerMemory
 
 if TYPE_CHECKING:
@@ -31,17 +33,24 @@ PARTS = 2
 _LEAST_PART = 1024
 """Fewer tokens in a part would leave multiprocessors idle."""
 
+_ROWS = 128
+"""Chunks are whole tiles of the products."""
+
 _SLOTS = 2
-_BYTES_PER_SECOND = 180e9  # of a rank's pulls and pushes together, 4 x H100
+_BYTES_PER_SECOND = 200e9  # of a rank's pushes, 4 x H100
 _FLOPS = 600e12  # of a weight gradient
 _COVERED = 0.75  # of an exchange: what is left is cheaper exposed than a gradient that lacks elsewhere
 
+_AHEAD = 24
+"""Products that the host may be ahead of the device. A full queue of launches would block the interpreter,
+and with it the thread that hears of a dead peer."""
+
 
 class _Signal(IntEnum):
-    """What a counter counts: parts whose norms, share or finished rows are there."""
+    """What a counter counts: parts whose norms, shares or finished rows are there."""
 
     NORMS = 0
-    SHARE = 1
+    SHARES = 1
     OUTPUT = 2
 
 
@@ -51,7 +60,7 @@ class _Arrival:
 
     rows: slice
     event: torch.cuda.Event
-    held: tuple[Any, ...]
+    held: Any
 
 
 class PeerExchange(CutExchange):
@@ -66,14 +75,16 @@ class PeerExchange(CutExchange):
         self._process_group, self._check = process_group, check
         self._products: _Products | None = None
         self._norms: _Norms | None = None
-        self._side = DeviceStream(torch.cuda.Stream(priority=-1))
+        self._side = torch.cuda.Stream(priority=-1)
         self._arriving: dict[int, list[_Arrival]] = {}
+        self._started: deque[torch.cuda.Event] = deque()
         self._backlog = Backlog()
 
     def parts(self, tokens: int) -> Sequence[slice]:
+        whole = _ROWS * self._group.size
         count = max(1, min(PARTS, tokens // _LEAST_PART))
-        edges = [tokens * index // count for index in range(count + 1)]
-        return [slice(first, last) for first, last in pairwise(edges)]
+        edges = [tokens * index // count // whole * whole for index in range(count)]
+        return [slice(first, last) for first, last in pairwise([*edges, tokens])]
 
     def output(self, like: Tensor) -> Tensor:
         self._check()
@@ -82,12 +93,12 @@ class PeerExchange(CutExchange):
             self._products = _Products(self._process_group, like)
         return self._products.next_output(like.shape[0])
 
-    def share(self, output: Tensor, rows: slice) -> Tensor:
+    def shares(self, output: Tensor, rows: slice) -> Sequence[Share]:
         for arrivals in self._arriving.values():
             for arrival in arrivals:
                 if rows.start < arrival.rows.stop and arrival.rows.start < rows.stop:
                     arrival.event.wait()
-        return self._open_products.share[rows]
+        return self._open_products.shares(rows)
 
     def gather(self, norms: Tensor, total_units: int, first_unit: int) -> Tensor:
         self._check()
@@ -97,15 +108,18 @@ class PeerExchange(CutExchange):
             self._norms = _Norms(self._process_group, elements, norms.device)
         return self._norms.gather(norms, total_units, first_unit)
 
-    def start(self, share: Tensor, rows: slice, output: Tensor, finish: Finish) -> None:
+    def start(self, shares: Sequence[Share], output: Tensor, finish: Finish) -> None:
         self._check()
-        side, products = self._side, self._open_products
-        side.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side.stream):
-            products.exchange(side, rows, output, finish)
+        rows = slice(min(share.rows.start for share in shares), max(share.rows.stop for share in shares))
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self._open_products.exchange(rows, output, finish)
             event = torch.cuda.Event()
             event.record()
-        self._arriving.setdefault(output.data_ptr(), []).append(_Arrival(rows, event, (share, finish)))
+        self._arriving.setdefault(output.data_ptr(), []).append(_Arrival(rows, event, finish))
+        self._started.append(event)
+        if len(self._started) > _AHEAD:
+            self._started.popleft().synchronize()
 
     def wait(self, output: Tensor, rows: slice | None = None) -> None:
         arrivals = self._arriving.get(output.data_ptr(), [])
@@ -120,20 +134,21 @@ class PeerExchange(CutExchange):
 
     def cover(self, elements: int) -> None:
         size = self._group.size
-        seconds = elements * (size - 1) / size * (4 + 2) / _BYTES_PER_SECOND
+        seconds = 2 * elements * (size - 1) / size / _BYTES_PER_SECOND
         self._backlog.run(_COVERED * seconds * _FLOPS)
 
     def flush(self) -> None:
         self._backlog.run()
 
     def release(self) -> None:
-        for memory in (self._products, self._norms):
-            if memory is not None:
-                memory.memory.release()
+        for owner in (self._products, self._norms):
+            if owner is not None:
+                owner.memory.release()
 
     def close(self) -> None:
         self._products = self._norms = None
         self._arriving.clear()
+        self._started.clear()
         self._backlog.clear()
 
     @property
@@ -143,14 +158,20 @@ class PeerExchange(CutExchange):
 
 
 class _Products:
-    """Shares and outputs of all ranks for products [tokens, width] of one dtype; all make it at once."""
+    """Shares and outputs of all ranks for products [tokens, width] of one dtype; all make it at once.
+
+    The shares of a chunk lie at its owner, rank after rank, from the row where the part begins.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup, like: Tensor):
         self._tokens, self._width = like.shape
-        share, output = 4 * like.numel(), like.element_size() * like.numel()
-        self.memory = PeerMemory(process_group, [share] + [output] * _SLOTS, len(_Signal), like.device)
-        self.share = self.memory.view(0, like.shape, torch.int32)
+        size = dist.get_world_size(process_group)
+        self._shape = (self._tokens + _ROWS * size, self._width)
+        shares, output = 4 * self._shape[0] * self._width, like.element_size() * like.numel()
+        self.memory = PeerMemory(process_group, [shares] + [output] * _SLOTS, len(_Signal), like.device)
         self._outputs = [self.memory.view(1 + slot, like.shape, like.dtype) for slot in range(_SLOTS)]
+        self._shares = [self.memory.view(0, self._shape, torch.int32, rank) for rank in range(size)]
+        self._lanes = [DeviceStream(torch.cuda.Stream(priority=-1)) for _ in self.memory.others]
         self._next = 0
 
     def fits(self, like: Tensor) -> bool:
@@ -163,29 +184,36 @@ class _Products:
         self._next = (self._next + 1) % _SLOTS
         return self._outputs[self._next][:tokens]
 
-    def exchange(self, side: DeviceStream, rows: slice, output: Tensor, finish: Finish) -> None:
-        """Add and finish these rows of all ranks, in `output` of all ranks, in the stream `side`."""
-        memory = self.memory
-        number = memory.next_number(_Signal.SHARE)
+    def shares(self, rows: slice) -> list[Share]:
+        """Where this rank's share of every chunk goes; its own chunk last, so that the others travel."""
+        memory, found = self.memory, list[Share]()
+        for owner in (*memory.others, memory.rank):
+            chunk, room = _chunk(rows, owner, memory.size)
+            first = rows.start + memory.rank * room
+            if chunk.start < chunk.stop:
+                found.append(Share(chunk, self._shares[owner][first : first + chunk.stop - chunk.start]))
+        return found
+
+    def exchange(self, rows: slice, output: Tensor, finish: Finish) -> None:
+        """Add and finish these rows of all ranks, in `output` of all ranks, in the current stream."""
+        memory, side = self.memory, DeviceStream(torch.cuda.current_stream())
+        number = memory.next_number(_Signal.SHARES)
         for rank in memory.others:
-            memory.signal(side, rank, _Signal.SHARE, number)
-        chunk = _chunk(rows, memory.rank, memory.size)
+            memory.signal(side, rank, _Signal.SHARES, number)
+        for rank in memory.others:
+            memory.await_signal(side, rank, _Signal.SHARES, number)
+        chunk, room = _chunk(rows, memory.rank, memory.size)
         count = chunk.stop - chunk.start
-        pieces = torch.empty(memory.size, count, self._width, dtype=torch.int32, device=output.device)
-        width, bytes_of_piece = 4 * self._width, 4 * self._width * count
-        for place, rank in enumerate((memory.rank, *memory.others)):
-            if rank != memory.rank:
-                memory.await_signal(side, rank, _Signal.SHARE, number)
-            source = memory.address(rank, 0) + chunk.start * width
-            side.copy(pieces.data_ptr() + place * bytes_of_piece, source, bytes_of_piece)
         if count:
-            finish(pieces, slice(chunk.start - rows.start, chunk.stop - rows.start), output[chunk])
+            pieces = self._shares[memory.rank][rows.start : rows.start + memory.size * room]
+            finish(pieces.view(memory.size, room, self._width)[:, :count], chunk, output[chunk])
         region = 1 + next(s for s, mine in enumerate(self._outputs) if mine.data_ptr() == output.data_ptr())
         width = output.element_size() * self._width
-        for rank in memory.others:
-            first = chunk.start * width
-            side.copy(memory.address(rank, region) + first, output.data_ptr() + first, count * width)
-            memory.signal(side, rank, _Signal.OUTPUT, number)
+        first = chunk.start * width
+        for lane, rank in zip(self._lanes, memory.others, strict=True):
+            lane.stream.wait_stream(side.stream)
+            lane.copy(memory.address(rank, region) + first, output.data_ptr() + first, count * width)
+            memory.signal(lane, rank, _Signal.OUTPUT, number)
         for rank in memory.others:
             memory.await_signal(side, rank, _Signal.OUTPUT, number)
 
@@ -200,22 +228,32 @@ class _Norms:
         self.capacity = capacity
         self.memory = PeerMemory(process_group, [4 * capacity] * 2, len(_Signal), device)
         self._regions = [self.memory.view(region, (capacity,), torch.float32) for region in range(2)]
+        self._addresses: dict[tuple[int, int], Tensor] = {}
 
     def gather(self, norms: Tensor, total_units: int, first_unit: int) -> Tensor:
         """See `CutExchange.gather`; in the current stream."""
         memory, stream = self.memory, DeviceStream(torch.cuda.current_stream())
         number, tokens = memory.next_number(_Signal.NORMS), norms.shape[1]
-        region, first = number % 2, 4 * first_unit * tokens
-        for rank in (memory.rank, *memory.others):
-            stream.copy(memory.address(rank, region) + first, norms.data_ptr(), 4 * norms.numel())
-            if rank != memory.rank:
-                memory.signal(stream, rank, _Signal.NORMS, number)
+        region = number % 2
+        broadcast(norms, self._targets(region, 4 * first_unit * tokens))
+        for rank in memory.others:
+            memory.signal(stream, rank, _Signal.NORMS, number)
         for rank in memory.others:
             memory.await_signal(stream, rank, _Signal.NORMS, number)
         return self._regions[region][: total_units * tokens].view(total_units, tokens)
 
+    def _targets(self, region: int, offset: int) -> Tensor:
+        """The addresses i64 [ranks] at `offset` bytes of a region of every rank."""
+        found = self._addresses.get((region, offset))
+        if found is None:
+            places = [self.memory.address(rank, region) + offset for rank in range(self.memory.size)]
+            found = torch.tensor(places, device=self._regions[0].device)
+            self._addresses[region, offset] = found
+        return found
 
-def _chunk(rows: slice, place: int, size: int) -> slice:
-    """The rows that one rank adds and finishes."""
-    count = rows.stop - rows.start
-    return slice(rows.start + count * place // size, rows.start + count * (place + 1) // size)
+
+def _chunk(rows: slice, owner: int, size: int) -> tuple[slice, int]:
+    """The rows that a rank adds and finishes, and the room for them: that of the largest chunk."""
+    room = -(-(rows.stop - rows.start) // (size * _ROWS)) * _ROWS
+    first, last = (min(rows.start + place * room, rows.stop) for place in (owner, owner + 1))
+    return slice(first, last), room

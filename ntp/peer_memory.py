@@ -70,10 +70,10 @@ class PeerMemory:
         self._numbers = [0] * signals
         self._releasing = DeviceStream(torch.cuda.Stream(device))
 
-    def view(self, region: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A region in this rank's own memory."""
+    def view(self, region: int, shape: Sequence[int], dtype: torch.dtype, rank: int | None = None) -> Tensor:
+        """A region in the memory of `rank`, by default this one."""
         offset = self._offsets[region + 1] // dtype.itemsize
-        return self._handle.get_buffer(self.rank, tuple(shape), dtype, offset)
+        return self._handle.get_buffer(self.rank if rank is None else rank, tuple(shape), dtype, offset)
 
     def address(self, rank: int, region: int) -> int:
         """Where a region of `rank` begins."""
@@ -94,8 +94,9 @@ class PeerMemory:
 
     def release(self) -> None:
         """End all waiting on this rank, from another thread: the ranks waited for will never signal."""
-        for counter in range(self._counters):
-            self._releasing.write(self._bases[self.rank] + 4 * counter, _RELEASED)
+        with torch.cuda.device(self._releasing.stream.device):  # a thread begins without a context
+            for counter in range(self._counters):
+                self._releasing.write(self._bases[self.rank] + 4 * counter, _RELEASED)
 
     def _counter(self, rank: int, signal: int, of: int) -> int:
         return self._bases[rank] + 4 * (signal * self.size + of)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ntp.collectives import Group
-from ntp.exchange import Backlog, CutExchange, Finish
+from ntp.exchange import Backlog, CutExchange, Finish, Share
 
 _SLOTS = 2
 
@@ -35,13 +35,19 @@ class LateExchange(CutExchange):
         self._outputs = [*self._outputs[1 - _SLOTS :], torch.full_like(like, torch.nan)]
         return self._outputs[-1]
 
-    def start(self, share: Tensor, rows: slice, output: Tensor, finish: Finish) -> None:
-        self._group.all_reduce(share)
+    def shares(self, output: Tensor, rows: slice) -> Sequence[Share]:
+        middle = (rows.start + rows.stop) // 2
+        halves = slice(rows.start, middle), slice(middle, rows.stop)
+        return [Share(half, torch.empty_like(output[half], dtype=torch.int32)) for half in halves]
 
-        def arrive() -> None:
-            finish(share, slice(0, share.shape[0]), output.detach()[rows])
+    def start(self, shares: Sequence[Share], output: Tensor, finish: Finish) -> None:
+        for rows, share in shares:
+            self._group.all_reduce(share)
 
-        self._arriving.append((output, rows, arrive))
+            def arrive(rows: slice = rows, share: Tensor = share) -> None:
+                finish(share, rows, output.detach()[rows])
+
+            self._arriving.append((output, rows, arrive))
 
     def wait(self, output: Tensor, rows: slice | None = None) -> None:
         for entry in list(self._arriving):

@@ -155,13 +155,14 @@ def finish(
     """
     del total_units
     m, d = total.shape[-2:]
-    assert total.is_contiguous()
+    assert total.stride()[-2:] == (d, 1)
+    step = total.stride(0) if total.dim() == 3 else 0
     out = total.new_empty(m, d, dtype=dtype) if out is None else out
     grid = (triton.cdiv(m, 4), triton.cdiv(d, 1024))
     rows = as_columns(row_scale.bound if isinstance(row_scale, RowScale) else row_scale)
     columns = as_columns(column_scale)
     _finish_kernel[grid](
-        total, rows, columns, out, m, d, PIECES=total.numel() // (m * d), ROWS=4, COLUMNS=1024
+        total, rows, columns, out, m, d, step, PIECES=total.numel() // (m * d), ROWS=4, COLUMNS=1024
     )
     return out
 
@@ -258,9 +259,9 @@ def _row_scale_kernel(
     tl.store(window_ptr + rows, window, mask=rows < M)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "step"])
 def _finish_kernel(
-    total_ptr, row_ptr, column_ptr, out_ptr, M, D,
+    total_ptr, row_ptr, column_ptr, out_ptr, M, D, step,
     PIECES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """total * 2^(E - 23), E = floor(log2(row * column)) + 2; zero, infinity and NaN as the scales say."""
@@ -272,7 +273,7 @@ def _finish_kernel(
     column = tl.load(column_ptr + columns, mask=columns < D, other=0.0)[None, :]
     total = tl.load(total_ptr + offsets, mask=inside, other=0)
     for piece in tl.static_range(1, PIECES):
-        total += tl.load(total_ptr + (M.to(tl.int64) * D * piece + offsets), mask=inside, other=0)
+        total += tl.load(total_ptr + (step.to(tl.int64) * piece + offsets), mask=inside, other=0)
     total = total.to(tl.float32)
     bound = row * column
     field = bound.to(tl.int32, bitcast=True) >> 23

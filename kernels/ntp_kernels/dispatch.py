@@ -41,9 +41,9 @@ def row_scale(norms: Tensor, unit_rows: int) -> Any:
     return _kernels(norms, "gemm").row_scale(norms, unit_rows)
 
 
-def row_bound(scale: Any) -> Tensor:
-    """Return the part [M] of a scale of rows that `finish` needs."""
-    return getattr(scale, "bound", scale)
+def some_rows(scale: Any, rows: slice) -> Any:
+    """Return the scale of some of the rows."""
+    return scale[rows] if isinstance(scale, Tensor) else type(scale)(*(part[rows] for part in scale))
 
 
 def column_scale(w: Tensor) -> Tensor:
@@ -73,14 +73,14 @@ def cut_matmul(
 
 def finish(
     total: Tensor,
-    row_bound: Tensor,
+    row_scale: Any,
     column_scale: Tensor,
     total_units: int,
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return [M, D] in `dtype` of the sum over ranks of `cut_matmul`; a total [P, M, D] is summed first."""
-    return _kernels(total, "gemm").finish(total, row_bound, column_scale, total_units, dtype, out)
+    return _kernels(total, "gemm").finish(total, row_scale, column_scale, total_units, dtype, out)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
