@@ -7,6 +7,7 @@ simulated ranks (threads) in `ntp.testing`.
 
 import hashlib
 import socket
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -182,6 +183,8 @@ class TorchGroup(Group):
         self._process_group: dist.ProcessGroup | None = process_group
         self._check = check
         self._device = device or torch.device("cpu")
+        self._aborting = threading.Lock()
+        self._aborted = False
 
     def confirm(self) -> None:
         self._check()
@@ -191,8 +194,10 @@ class TorchGroup(Group):
 
         Nothing of a group on the host: closed connections end its waiting.
         """
-        if self._device.type != "cuda":
-            return
+        with self._aborting:
+            if self._aborted or self._device.type != "cuda":
+                return
+            self._aborted = True
         if self._exchange is not None:
             self._exchange.release()
         process_group = self._process_group
@@ -222,8 +227,7 @@ class TorchGroup(Group):
             return CutExchange(self)
         from ntp.peer_exchange import PeerExchange  # needs CUDA
 
-        with self._guarded() as process_group:
-            return PeerExchange(self, process_group, self._check)
+        return PeerExchange(self, self._check)
 
     def _is_on_one_host(self) -> bool:
         digest = hashlib.sha256(socket.gethostname().encode()).digest()

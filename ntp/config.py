@@ -214,6 +214,7 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    cuda_graphs: bool = True  # replay the layers without the host, where a GPU computes
     recompute: Literal["none", "attention", "block"] = "none"  # in backward rather than kept from forward
     eval_every: Count = 0  # steps between evaluations; 0 = never
     timeout_s: PositiveFloat = 120.0  # of one collective

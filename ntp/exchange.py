@@ -77,8 +77,9 @@ class CutExchange:
         """Where to write this rank's shares of these rows of `output`, in this order."""
         return [Share(rows, torch.empty_like(output[rows], dtype=torch.int32))]
 
-    def gather(self, norms: Tensor, total_units: int, first_unit: int) -> Tensor:
+    def gather(self, norms: Tensor, total_units: int, first_unit: int, rows: slice) -> Tensor:
         """The norms [total units, rows] of all ranks, from [units, rows] of this one's; read it at once."""
+        del rows
         every = norms.new_zeros(total_units, norms.shape[1])
         every[first_unit : first_unit + norms.shape[0]] = norms
         bits = torch.int32 if norms.dtype == torch.float32 else torch.int64
@@ -106,6 +107,11 @@ class CutExchange:
 
     def flush(self) -> None:
         """Do all deferred work."""
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph may hold this exchange; collectives would tie their communicators to it."""
+        return self._group.size == 1
 
     def release(self) -> None:
         """Let everything under way end, from another thread: a peer has gone and the results are garbage."""

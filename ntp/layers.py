@@ -167,4 +167,7 @@ def refresh_scales(weights: Iterable[Weight], group: Group) -> None:
     combined = torch.cat(local)
     group.all_reduce(combined.view(torch.int32), "max")
     for weight, scale in zip(sharded, combined.split([part.numel() for part in local]), strict=True):
-        weight.column_scale = scale
+        if weight.column_scale is None:
+            weight.column_scale = scale
+        else:
+            weight.column_scale.copy_(scale)  # a captured graph knows its address

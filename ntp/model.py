@@ -10,6 +10,7 @@ layers. The residual stream is in the compute dtype, that of the weights.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ntp.collectives import Group
 from ntp.config import ModelConfig
+from ntp.graphs import GraphedLayers, Studio
 from ntp.layers import (
     Attention,
     ColumnParallelLinear,
@@ -30,6 +32,8 @@ from ntp.layers import (
 )
 from ntp.ops import document_bounds
 from ntp.weight import Weight
+
+_BLOCKS_OF_A_GRAPH = 8
 
 Recompute = Literal["none", "attention", "block"]
 
@@ -56,6 +60,7 @@ class Model:
         seq_len: tokens of a sequence.
         recompute: what backward computes again rather than keeps: "none", "attention" (but not the output
             projection) or "block", of which two tensors [M, D] are kept. The bits are the same.
+        graphs: replay the blocks as CUDA graphs, where what they exchange allows it. The bits are the same.
     """
 
     def __init__(
@@ -65,12 +70,18 @@ class Model:
         group: Group,
         seq_len: int,
         recompute: Recompute = "none",
+        graphs: bool = False,
     ):
         head = weights["embedding" if config.tie_word_embeddings else "head"]
         self.seq_len = seq_len
         self.embedding = VocabParallelEmbedding(weights["embedding"], group)
         prefixes = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
         self.blocks = [Block(config, weights, prefix, group, recompute) for prefix in prefixes]
+        self._graphed = list[GraphedLayers]()
+        if graphs and (group.size == 1 or not config.qk_norm):
+            self._graphed = self._graph(weights, group)
+        self._packing: Packing | None = None
+        self._packings: dict[int, Packing] = {}
         self.norm = RMSNorm(weights["norm"], config.rms_norm_eps)
         projection = ColumnParallelLinear(head, group, last_use=not config.tie_word_embeddings)
         self.head = VocabParallelHead(projection, config.vocab_size)
@@ -90,9 +101,40 @@ class Model:
         bounds = document_bounds(batch.documents, self.seq_len)
         packing = Packing(batch.documents, batch.positions, bounds, self.seq_len, self.tables)
         x, residual = self.embedding(batch.inputs), None
-        for block in self.blocks:
-            x, residual = block(x, residual, packing)
-        return self.norm(x, residual)[0]
+        if not self._graphed:
+            for block in self.blocks:
+                x, residual = block(x, residual, packing)
+            return self.norm(x, residual)[0]
+        self._keep(packing)
+        stream = (x,)
+        for layers in self._graphed:
+            stream = layers(*stream)
+        return self.norm(*stream)[0]
+
+    def _graph(self, weights: Mapping[str, Weight], group: Group) -> list[GraphedLayers]:
+        """Segments of a few blocks: gradients of one travel while the next is in backward."""
+        studio, found = Studio(), list[GraphedLayers]()
+        for first in range(0, len(self.blocks), _BLOCKS_OF_A_GRAPH):
+            some = range(first, min(first + _BLOCKS_OF_A_GRAPH, len(self.blocks)))
+            prefixes = tuple(f"layers.{layer}." for layer in some)
+            used = [weight for name, weight in weights.items() if name.startswith(prefixes)]
+            found.append(GraphedLayers(partial(self._run, some), used, group, studio))
+        return found
+
+    def _run(self, some: range, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+        assert self._packing is not None
+        for layer in some:
+            x, residual = self.blocks[layer](x, residual, self._packing)
+        assert residual is not None
+        return x, residual
+
+    def _keep(self, packing: Packing) -> None:
+        """Put the packing where graphs look for it."""
+        kept = self._packing = self._packings.setdefault(len(packing.documents), packing)
+        if kept is not packing:
+            kept.documents.copy_(packing.documents)
+            kept.positions.copy_(packing.positions)
+            kept.bounds.copy_(packing.bounds)
 
 
 class Block:

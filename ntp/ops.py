@@ -157,7 +157,7 @@ def _start_cut_product(
     """Begin `output[rows]` = a [rows, U, R] times weight [U, R, D] over the units of all ranks."""
     rows = rows or slice(0, a.shape[0])
     columns, units, first_unit = weight.scale, weight.total_units, weight.first_unit
-    norms = exchange.gather(kernels.row_norms(a), units, first_unit)
+    norms = exchange.gather(kernels.row_norms(a), units, first_unit, rows)
     scale = kernels.row_scale(norms, a.shape[2])
     shares = exchange.shares(output, rows)
 

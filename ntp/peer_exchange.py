@@ -17,7 +17,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from ntp_kernels.broadcast import broadcast
 from torch import Tensor
 
@@ -37,6 +36,7 @@ _ROWS = 128
 """Chunks are whole tiles of the products."""
 
 _SLOTS = 2
+_REGIONS = 2
 _BYTES_PER_SECOND = 200e9  # of a rank's pushes, 4 x H100
 _FLOPS = 600e12  # of a weight gradient
 _COVERED = 0.75  # of an exchange: what is left is cheaper exposed than a gradient that lacks elsewhere
@@ -47,11 +47,10 @@ and with it the thread that hears of a dead peer."""
 
 
 class _Signal(IntEnum):
-    """What a counter counts: parts whose norms, shares or finished rows are there."""
+    """What is there of a part."""
 
-    NORMS = 0
-    SHARES = 1
-    OUTPUT = 2
+    SHARES = 0
+    OUTPUT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +69,9 @@ class PeerExchange(CutExchange):
         check: called before every exchange; raises where the generation is over.
     """
 
-    def __init__(self, group: "Group", process_group: dist.ProcessGroup, check: Callable[[], None]):
+    def __init__(self, group: "Group", check: Callable[[], None]):
         super().__init__(group)
-        self._process_group, self._check = process_group, check
+        self._check = check
         self._products: _Products | None = None
         self._norms: _Norms | None = None
         self._side = torch.cuda.Stream(priority=-1)
@@ -89,8 +88,9 @@ class PeerExchange(CutExchange):
     def output(self, like: Tensor) -> Tensor:
         self._check()
         if self._products is None or not self._products.fits(like):
-            torch.cuda.current_stream().synchronize()  # what is about to go has been read
-            self._products = _Products(self._process_group, like)
+            if self._products is not None:
+                self._products.memory.close()
+            self._products = _Products(self._group, like)
         return self._products.next_output(like.shape[0])
 
     def shares(self, output: Tensor, rows: slice) -> Sequence[Share]:
@@ -100,13 +100,14 @@ class PeerExchange(CutExchange):
                     arrival.event.wait()
         return self._open_products.shares(rows)
 
-    def gather(self, norms: Tensor, total_units: int, first_unit: int) -> Tensor:
+    def gather(self, norms: Tensor, total_units: int, first_unit: int, rows: slice) -> Tensor:
         self._check()
         elements = total_units * norms.shape[1]
         if self._norms is None or elements > self._norms.capacity:
-            torch.cuda.current_stream().synchronize()
-            self._norms = _Norms(self._process_group, elements, norms.device)
-        return self._norms.gather(norms, total_units, first_unit)
+            if self._norms is not None:
+                self._norms.memory.close()
+            self._norms = _Norms(self._group, elements, norms.device)
+        return self._norms.gather(norms, total_units, first_unit, region=int(rows.start > 0))
 
     def start(self, shares: Sequence[Share], output: Tensor, finish: Finish) -> None:
         self._check()
@@ -117,9 +118,10 @@ class PeerExchange(CutExchange):
             event = torch.cuda.Event()
             event.record()
         self._arriving.setdefault(output.data_ptr(), []).append(_Arrival(rows, event, finish))
-        self._started.append(event)
-        if len(self._started) > _AHEAD:
-            self._started.popleft().synchronize()
+        if not torch.cuda.is_current_stream_capturing():
+            self._started.append(event)
+            if len(self._started) > _AHEAD:
+                self._started.popleft().synchronize()
 
     def wait(self, output: Tensor, rows: slice | None = None) -> None:
         arrivals = self._arriving.get(output.data_ptr(), [])
@@ -140,12 +142,19 @@ class PeerExchange(CutExchange):
     def flush(self) -> None:
         self._backlog.run()
 
+    @property
+    def can_be_captured(self) -> bool:
+        return True
+
     def release(self) -> None:
         for owner in (self._products, self._norms):
             if owner is not None:
                 owner.memory.release()
 
     def close(self) -> None:
+        for owner in (self._products, self._norms):
+            if owner is not None:
+                owner.memory.close()
         self._products = self._norms = None
         self._arriving.clear()
         self._started.clear()
@@ -163,14 +172,14 @@ class _Products:
     The shares of a chunk lie at its owner, rank after rank, from the row where the part begins.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, like: Tensor):
+    def __init__(self, group: "Group", like: Tensor):
         self._tokens, self._width = like.shape
-        size = dist.get_world_size(process_group)
-        self._shape = (self._tokens + _ROWS * size, self._width)
-        shares, output = 4 * self._shape[0] * self._width, like.element_size() * like.numel()
-        self.memory = PeerMemory(process_group, [shares] + [output] * _SLOTS, len(_Signal), like.device)
-        self._outputs = [self.memory.view(1 + slot, like.shape, like.dtype) for slot in range(_SLOTS)]
-        self._shares = [self.memory.view(0, self._shape, torch.int32, rank) for rank in range(size)]
+        shape = (self._tokens + _ROWS * group.size, self._width)
+        shares, output = 4 * shape[0] * self._width, like.element_size() * like.numel()
+        self.memory = memory = PeerMemory(group, [shares] + [output] * _SLOTS, len(_Signal), like.device)
+        slots = range(1, 1 + _SLOTS)
+        self._outputs = [memory.view(slot, like.shape, like.dtype, memory.rank) for slot in slots]
+        self._shares = [memory.view(0, shape, torch.int32, rank) for rank in range(memory.size)]
         self._lanes = [DeviceStream(torch.cuda.Stream(priority=-1)) for _ in self.memory.others]
         self._next = 0
 
@@ -197,11 +206,10 @@ class _Products:
     def exchange(self, rows: slice, output: Tensor, finish: Finish) -> None:
         """Add and finish these rows of all ranks, in `output` of all ranks, in the current stream."""
         memory, side = self.memory, DeviceStream(torch.cuda.current_stream())
-        number = memory.next_number(_Signal.SHARES)
         for rank in memory.others:
-            memory.signal(side, rank, _Signal.SHARES, number)
+            memory.signal(side, rank, _Signal.SHARES)
         for rank in memory.others:
-            memory.await_signal(side, rank, _Signal.SHARES, number)
+            memory.await_signal(side, rank, _Signal.SHARES)
         chunk, room = _chunk(rows, memory.rank, memory.size)
         count = chunk.stop - chunk.start
         if count:
@@ -213,33 +221,36 @@ class _Products:
         for lane, rank in zip(self._lanes, memory.others, strict=True):
             lane.stream.wait_stream(side.stream)
             lane.copy(memory.address(rank, region) + first, output.data_ptr() + first, count * width)
-            memory.signal(lane, rank, _Signal.OUTPUT, number)
-        for rank in memory.others:
-            memory.await_signal(side, rank, _Signal.OUTPUT, number)
+            memory.signal(lane, rank, _Signal.OUTPUT)
+        for lane, rank in zip(self._lanes, memory.others, strict=True):
+            side.stream.wait_stream(lane.stream)
+            memory.await_signal(side, rank, _Signal.OUTPUT)
 
 
 class _Norms:
-    """The norms of all units in the memory of every rank, f32, by turns in two regions.
+    """The norms of all units in the memory of every rank, f32.
 
-    A rank sends the next norms only after it has got these from everyone, so never two ahead of a reader.
+    The first part of the tokens has one region, the others another: between two uses of a region there is
+    always a product, or another part, that all ranks have waited for.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, capacity: int, device: torch.device):
+    def __init__(self, group: "Group", capacity: int, device: torch.device):
+        assert PARTS <= _REGIONS
         self.capacity = capacity
-        self.memory = PeerMemory(process_group, [4 * capacity] * 2, len(_Signal), device)
-        self._regions = [self.memory.view(region, (capacity,), torch.float32) for region in range(2)]
+        self.memory = memory = PeerMemory(group, [4 * capacity] * _REGIONS, _REGIONS, device)
+        regions = range(_REGIONS)
+        self._regions = [memory.view(region, (capacity,), torch.float32, memory.rank) for region in regions]
         self._addresses: dict[tuple[int, int], Tensor] = {}
 
-    def gather(self, norms: Tensor, total_units: int, first_unit: int) -> Tensor:
+    def gather(self, norms: Tensor, total_units: int, first_unit: int, region: int) -> Tensor:
         """See `CutExchange.gather`; in the current stream."""
         memory, stream = self.memory, DeviceStream(torch.cuda.current_stream())
-        number, tokens = memory.next_number(_Signal.NORMS), norms.shape[1]
-        region = number % 2
+        tokens = norms.shape[1]
         broadcast(norms, self._targets(region, 4 * first_unit * tokens))
         for rank in memory.others:
-            memory.signal(stream, rank, _Signal.NORMS, number)
+            memory.signal(stream, rank, region)
         for rank in memory.others:
-            memory.await_signal(stream, rank, _Signal.NORMS, number)
+            memory.await_signal(stream, rank, region)
         return self._regions[region][: total_units * tokens].view(total_units, tokens)
 
     def _targets(self, region: int, offset: int) -> Tensor:

@@ -1,22 +1,32 @@
-"""Memory that the GPUs of one host can address in each other, and counters that order its use.
+"""Memory that the GPUs of one host can address in each other, and signals that order its use.
 
-Copies and signals are operations of a stream: copy engines and the front end do them, no multiprocessor.
-Signals are counters in the receiver's memory, written and awaited by streams; they only grow.
+Copies and signals are operations of a stream: copy engines and the front end do them, no multiprocessor. A
+signal is a word in the receiver's memory: the sender's stream sets it, the receiver's stream waits for it and
+clears it. The sender may set it again only after something that the receiver did later has reached it.
+Nothing is counted, so that a captured graph can be replayed.
+
+The handles of memory go through the group, not through torch's own rendezvous: that numbers its exchanges per
+process (torch 2.11), and a process that has just joined would wait for ever.
 """
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-_RELEASED = 1 << 30
-"""Above every number that a job can reach."""
+if TYPE_CHECKING:
+    from ntp.collectives import Group
 
 _PAGE = 4096
+_HANDLE_BYTES = 64
+_RELEASE_EVERY_S = 0.002
+
+_retired: list["PeerMemory"] = []
+"""Of generations that are over. Peers may write until they leave; all have left when the next one begins."""
 
 
 class DeviceStream:
@@ -24,7 +34,7 @@ class DeviceStream:
 
     def __init__(self, stream: torch.cuda.Stream):
         self.stream = stream
-        self._handle = ctypes.c_void_p(stream.cuda_stream)
+        self._handle = stream.cuda_stream
 
     def copy(self, target: int, source: int, count: int) -> None:
         """Copy bytes between addresses, each here or at a peer."""
@@ -53,65 +63,117 @@ class PeerMemory:
             begin with the same one.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup, sizes: Sequence[int], signals: int, device: torch.device
-    ):
-        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    def __init__(self, group: "Group", sizes: Sequence[int], signals: int, device: torch.device):
+        while _retired:
+            _retired.pop().free()
+        self.rank, self.size = group.rank, group.size
         self.others = tuple((self.rank + step) % self.size for step in range(1, self.size))
-        self._counters = signals * self.size
+        self._device, self._words = device, signals * self.size
         self._offsets = [0]
-        for size in (4 * self._counters, *sizes):
+        for size in (4 * self._words, *sizes):
             self._offsets.append(self._offsets[-1] + -(-size // _PAGE) * _PAGE)
-        self._storage = symmetric_memory.empty(self._offsets[-1], dtype=torch.uint8, device=device)
-        self._storage.zero_()
-        torch.cuda.current_stream().synchronize()  # nobody signals before everyone has cleared
-        self._handle = symmetric_memory.rendezvous(self._storage, process_group)
-        self._bases = [int(base) for base in self._handle.buffer_ptrs]
-        self._numbers = [0] * signals
+        own = _allocate(self._offsets[-1], device)
+        handles = group.all_gather(_export(own).to(device).unsqueeze(0), [1] * self.size).cpu()
+        self._bases = [own if rank == self.rank else _open(handles[rank]) for rank in range(self.size)]
         self._releasing = DeviceStream(torch.cuda.Stream(device))
+        self._closed = threading.Event()
 
-    def view(self, region: int, shape: Sequence[int], dtype: torch.dtype, rank: int | None = None) -> Tensor:
-        """A region in the memory of `rank`, by default this one."""
-        offset = self._offsets[region + 1] // dtype.itemsize
-        return self._handle.get_buffer(self.rank if rank is None else rank, tuple(shape), dtype, offset)
+    def view(self, region: int, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
+        """A region in the memory of `rank`."""
+        count = torch.Size(shape).numel() * dtype.itemsize
+        address = self.address(rank, region)
+        storage = torch._C._construct_storage_from_data_pointer(address, self._device, count)  # type: ignore[attr-defined]
+        empty = torch.empty(0, dtype=dtype, device=self._device)
+        return empty.set_(storage, 0, tuple(shape))  # type: ignore[call-overload]
 
     def address(self, rank: int, region: int) -> int:
         """Where a region of `rank` begins."""
         return self._bases[rank] + self._offsets[region + 1]
 
-    def next_number(self, signal: int) -> int:
-        """The number of the next event that `signal` tells of, from 1; the same on all ranks."""
-        self._numbers[signal] += 1
-        return self._numbers[signal]
-
-    def signal(self, stream: DeviceStream, rank: int, signal: int, number: int) -> None:
+    def signal(self, stream: DeviceStream, rank: int, signal: int) -> None:
         """Tell `rank`, behind the work in `stream`."""
-        stream.write(self._counter(rank, signal, self.rank), number)
+        stream.write(self._word(rank, signal, self.rank), 1)
 
-    def await_signal(self, stream: DeviceStream, rank: int, signal: int, number: int) -> None:
-        """Hold `stream` until `rank` has told as much."""
-        stream.wait(self._counter(self.rank, signal, rank), number)
+    def await_signal(self, stream: DeviceStream, rank: int, signal: int) -> None:
+        """Hold `stream` until `rank` has told."""
+        word = self._word(self.rank, signal, rank)
+        stream.wait(word, 1)
+        stream.write(word, 0)
 
     def release(self) -> None:
-        """End all waiting on this rank, from another thread: the ranks waited for will never signal."""
-        with torch.cuda.device(self._releasing.stream.device):  # a thread begins without a context
-            for counter in range(self._counters):
-                self._releasing.write(self._bases[self.rank] + 4 * counter, _RELEASED)
+        """End all waiting on this rank until `close`: peers will never signal."""
+        threading.Thread(target=self._release, name="release", daemon=True).start()
 
-    def _counter(self, rank: int, signal: int, of: int) -> int:
+    def close(self) -> None:
+        """Use it no more. The memory goes when all peers have left it too, which the next one knows."""
+        self.release()
+        torch.cuda.synchronize(self._device)
+        self._closed.set()
+        _retired.append(self)
+
+    def _release(self) -> None:
+        with torch.cuda.device(self._device):  # a thread begins without a context
+            while not self._closed.wait(_RELEASE_EVERY_S):
+                for word in range(self._words):
+                    self._releasing.write(self._bases[self.rank] + 4 * word, 1)
+
+    def free(self) -> None:
+        """Give the memory up."""
+        for rank, base in enumerate(self._bases):
+            if rank == self.rank:
+                _succeed(_driver().cuMemFree_v2(base))
+            else:
+                _succeed(_driver().cuIpcCloseMemHandle(base))
+
+    def _word(self, rank: int, signal: int, of: int) -> int:
         return self._bases[rank] + 4 * (signal * self.size + of)
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+def _allocate(count: int, device: torch.device) -> int:
+    """Zeroed memory that can be exported."""
+    address = ctypes.c_uint64()
+    torch.cuda.synchronize(device)  # makes the context current
+    _succeed(_driver().cuMemAlloc_v2(ctypes.byref(address), count))
+    _succeed(_driver().cuMemsetD8_v2(address, 0, count))
+    torch.cuda.synchronize(device)
+    return address.value
+
+
+def _export(address: int) -> Tensor:
+    """The handle u8 [64] of memory."""
+    handle = _IpcHandle()
+    _succeed(_driver().cuIpcGetMemHandle(ctypes.byref(handle), address))
+    return torch.frombuffer(bytearray(handle), dtype=torch.uint8)
+
+
+def _open(handle: Tensor) -> int:
+    """The address of a peer's memory."""
+    address, enable_peer_access = ctypes.c_uint64(), 1
+    opened = _IpcHandle.from_buffer_copy(handle.numpy().tobytes())
+    _succeed(_driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), opened, enable_peer_access))
+    return address.value
 
 
 def _succeed(code: int) -> None:
     if code != 0:
-        raise RuntimeError(f"an operation in a CUDA stream failed with driver error {code}")
+        raise RuntimeError(f"a call of the CUDA driver failed with error {code}")
 
 
 @cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    address, stream, word = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32
-    driver.cuMemcpyAsync.argtypes = [address, address, ctypes.c_size_t, stream]
+    address, stream, word, count = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t
+    driver.cuMemcpyAsync.argtypes = [address, address, count, stream]
     driver.cuStreamWriteValue32_v2.argtypes = [stream, address, word, ctypes.c_uint]
     driver.cuStreamWaitValue32_v2.argtypes = [stream, address, word, ctypes.c_uint]
+    driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(address), count]
+    driver.cuMemsetD8_v2.argtypes = [address, ctypes.c_ubyte, count]
+    driver.cuMemFree_v2.argtypes = [address]
+    driver.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_IpcHandle), address]
+    driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(address), _IpcHandle, ctypes.c_uint]
+    driver.cuIpcCloseMemHandle.argtypes = [address]
     return driver

@@ -63,6 +63,9 @@ def joined_generation(
         control.on_over = fabric.abort
     try:
         yield fabric
+    except BaseException:
+        fabric.abort()  # what waits on the device for a lost peer would hold up the rest
+        raise
     finally:
         control.on_over = lambda: None
         fabric.close()

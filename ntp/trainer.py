@@ -144,7 +144,8 @@ class Trainer:
             overlap=config.parallel.overlap_exchange,
         )
         train = config.train
-        self.model = Model(config.model, self.weights, mesh.tensor, train.seq_len, train.recompute)
+        graphs = train.cuda_graphs and device.type == "cuda"
+        self.model = Model(config.model, self.weights, mesh.tensor, train.seq_len, train.recompute, graphs)
         if initialise:
             self.optimizer.initialise(config.train.seed, config.model.initializer_range)
             refresh_scales(self.weights.values(), mesh.tensor)

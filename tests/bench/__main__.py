@@ -141,7 +141,14 @@ class _Bench:
         ddp = DistributedDataParallel(specs, weights, self._plan, mesh, torch.bfloat16, self._device)
         ddp.buffer.parameters.normal_(0, 0.02)
         refresh_scales(weights.values(), mesh.tensor)
-        model = Model(config.model, weights, mesh.tensor, config.train.seq_len, config.train.recompute)
+        model = Model(
+            config.model,
+            weights,
+            mesh.tensor,
+            config.train.seq_len,
+            config.train.recompute,
+            config.train.cuda_graphs,
+        )
         batch = self._data.batch(range(config.train.micro_batch)).to(self._device)
         next(iter(ddp.microbatches()))
 
