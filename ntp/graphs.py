@@ -1,9 +1,9 @@
 """Consecutive layers as CUDA graphs: forward and backward are captured once and replayed without the host.
 
 A layer takes the host about as long to launch as a GPU to compute; a replay takes it microseconds. The bits
-are those of the captured kernels, which are the same ones. What is captured when: the first microbatch runs
-eagerly (it compiles kernels and makes memory for exchanges); the second captures each forward when it comes
-to it, and each backward when it comes to that, so that graphs share memory in the order of their replay.
+are those of the captured kernels, which are the same ones. The first microbatch runs eagerly: it compiles
+kernels and makes memory for exchanges. Then all segments of the model are captured, forwards in their order
+and backwards in the reverse, so that graphs share memory in the order of their replay.
 
 Addresses are part of a graph. Inputs are copied to fixed places; gradients go to the buffer of the gradient
 group at hand, of which there are a few: each has graphs of its own, in the same memory.
@@ -11,6 +11,7 @@ group at hand, of which there are a few: each has graphs of its own, in the same
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,60 +21,75 @@ from torch.autograd import Function
 from ntp.collectives import Group
 from ntp.weight import Weight
 
-Layers = Callable[..., tuple[Tensor, ...]]
+Tensors = tuple[Tensor, ...]
 
 
-class GraphedLayers:
-    """Layers, called as (*inputs) -> outputs, with gradients for all; replayed from the second call on.
+@dataclass(frozen=True)
+class Segment:
+    """Layers, called as (*inputs) -> outputs with gradients for all of both, and the weights that they use.
 
-    Args:
-        layers: what is called; whatever else it reads must stay at its place.
-        weights: all weights that it uses, each for the last time in a microbatch.
-        group: the ranks that it communicates with.
-        studio: that of all layers of a model.
+    Whatever else `run` reads stays at its place. Each weight is used for the last time in a microbatch.
     """
 
-    def __init__(self, layers: Layers, weights: Sequence[Weight], group: Group, studio: "Studio"):
-        self._layers, self._weights, self._group, self._studio = layers, weights, group, studio
-        self._graphs: dict[tuple[Any, ...], _Graphs] = {}
+    run: Callable[..., Tensors]
+    weights: Sequence[Weight]
+
+
+class GraphedSegments:
+    """Segments one after the other, replayed from the second call on.
+
+    Args:
+        group: the ranks that they communicate with.
+    """
+
+    def __init__(self, segments: Sequence[Segment], group: Group):
+        self._segments, self._group = segments, group
+        self._graphs: dict[tuple[Any, ...], list[_Graphs]] = {}
+        self._studio = _Studio()
         self._is_warm = False
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if not torch.is_grad_enabled() or not self._group.exchange.can_be_captured:
-            return self._layers(*inputs)
-        if not self._is_warm:
-            self._is_warm = True
-            return self._layers(*inputs)
-        key = (self._weights[0].grad.data_ptr(), *(tuple(x.shape) for x in inputs))
+    def __call__(self, *stream: Tensor) -> Tensors:
+        if not torch.is_grad_enabled() or not self._is_warm or not self._group.exchange.can_be_captured:
+            self._is_warm = self._is_warm or torch.is_grad_enabled()
+            for segment in self._segments:
+                stream = segment.run(*stream)
+            return stream
+        key = (self._segments[0].weights[0].grad.data_ptr(), stream[0].shape)
         graphs = self._graphs.get(key)
         if graphs is None:
-            graphs = self._graphs[key] = _Graphs(
-                self._layers, self._weights, self._group, self._studio, inputs
-            )
-        return _Replayed.apply(graphs, *inputs)  # type: ignore[return-value]
+            graphs = self._graphs[key] = self._capture(stream)
+        for graph in graphs:
+            stream = _Replayed.apply(graph, *stream)  # type: ignore[assignment]
+        return stream
+
+    def _capture(self, stream: Tensors) -> list["_Graphs"]:
+        self._group.exchange.flush()
+        found: list[_Graphs] = []
+        for segment in self._segments:
+            found.append(_Graphs(segment, self._group, self._studio, stream))
+            stream = found[-1].outputs
+        for graphs in reversed(found):
+            graphs.capture_backward()
+        return found
 
 
-class Studio:
+class _Studio:
     """Where graphs are recorded: one stream, since a backward runs in that of its forward, and one memory."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(
-        self, call: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    def record(self, call: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
         """A graph of what `call` launches, and its results, which are there after a replay."""
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.synchronize()
         gc.disable()  # freeing another graph in the midst would end the recording
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    result = call()
-                finally:
-                    graph.capture_end()
+                result = call()
+                graph.capture_end()
         finally:
             if collects:
                 gc.enable()
@@ -83,7 +99,7 @@ class Studio:
 
 class _Replayed(Function):
     @staticmethod
-    def forward(ctx: Any, graphs: "_Graphs", *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graphs: "_Graphs", *inputs: Tensor) -> Tensors:
         ctx.graphs = graphs
         return graphs.forward(inputs)
 
@@ -93,46 +109,42 @@ class _Replayed(Function):
 
 
 class _Graphs:
-    """A forward and a backward graph that write gradients to one buffer."""
+    """Forward and backward of one segment, which write gradients to one buffer."""
 
-    def __init__(
-        self,
-        layers: Layers,
-        weights: Sequence[Weight],
-        group: Group,
-        studio: "Studio",
-        inputs: Sequence[Tensor],
-    ):
-        self._weights, self._group, self._studio = weights, group, studio
+    def __init__(self, segment: Segment, group: Group, studio: _Studio, inputs: Sequence[Tensor]):
+        self._weights, self._group, self._studio = segment.weights, group, studio
         self._inputs = [torch.empty_like(x).requires_grad_() for x in inputs]
-        with torch.enable_grad():
-            self._forward, self._outputs = self._capture(lambda: layers(*self._inputs))
-        self._grads = [torch.empty_like(y) for y in self._outputs]
+        self._forward, self.outputs = self._capture(lambda: segment.run(*self._inputs))
+        self._grads = [torch.empty_like(y) for y in self.outputs]
         self._backward: _Captured | None = None
-        self._input_grads: tuple[Tensor, ...] = ()
+        self._input_grads: Tensors = ()
 
-    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def capture_backward(self) -> None:
+        """Record the backward, after those of all later segments."""
+        self._backward, self._input_grads = self._capture(self._differentiate)
+        self.outputs = tuple(y.detach() for y in self.outputs)
+
+    def forward(self, inputs: Sequence[Tensor]) -> Tensors:
         with torch.no_grad():
             _place(self._inputs, inputs)
         self._forward.replay(self._weights, self._group)
-        return tuple(y.detach() for y in self._outputs)
+        return tuple(y.detach() for y in self.outputs)
 
-    def backward(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def backward(self, grads: Sequence[Tensor]) -> Tensors:
+        assert self._backward is not None
         self._group.exchange.flush()  # what others have left
-        if self._backward is None:
-            self._backward, self._input_grads = self._capture(self._differentiate)
         _place(self._grads, grads)
         self._backward.replay(self._weights, self._group)
         for weight in self._weights:
             weight.announce_grad()
         return tuple(dx.detach() for dx in self._input_grads)
 
-    def _differentiate(self) -> tuple[Tensor, ...]:
-        found = torch.autograd.grad(self._outputs, self._inputs, self._grads)
+    def _differentiate(self) -> Tensors:
+        found = torch.autograd.grad(self.outputs, self._inputs, self._grads)
         self._group.exchange.flush()
         return found
 
-    def _capture(self, call: Callable[[], tuple[Tensor, ...]]) -> tuple["_Captured", tuple[Tensor, ...]]:
+    def _capture(self, call: Callable[[], Tensors]) -> tuple["_Captured", Tensors]:
         """Record what `call` launches, without what it tells of gradients and products."""
         ready = [weight.on_grad_ready for weight in self._weights]
         counted = [weight.gemm_flops for weight in self._weights]

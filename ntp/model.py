@@ -9,7 +9,7 @@ layers. The residual stream is in the compute dtype, that of the weights.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Literal, Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ntp.collectives import Group
 from ntp.config import ModelConfig
-from ntp.graphs import GraphedLayers, Studio
+from ntp.graphs import GraphedSegments, Segment
 from ntp.layers import (
     Attention,
     ColumnParallelLinear,
@@ -77,9 +77,8 @@ class Model:
         self.embedding = VocabParallelEmbedding(weights["embedding"], group)
         prefixes = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
         self.blocks = [Block(config, weights, prefix, group, recompute) for prefix in prefixes]
-        self._graphed = list[GraphedLayers]()
-        if graphs and (group.size == 1 or not config.qk_norm):
-            self._graphed = self._graph(weights, group)
+        captured = graphs and (group.size == 1 or not config.qk_norm)  # its gradients use collectives
+        self._graphed = GraphedSegments(list(self._segments(weights)), group) if captured else None
         self._packing: Packing | None = None
         self._packings: dict[int, Packing] = {}
         self.norm = RMSNorm(weights["norm"], config.rms_norm_eps)
@@ -101,25 +100,20 @@ class Model:
         bounds = document_bounds(batch.documents, self.seq_len)
         packing = Packing(batch.documents, batch.positions, bounds, self.seq_len, self.tables)
         x, residual = self.embedding(batch.inputs), None
-        if not self._graphed:
+        if self._graphed is None:
             for block in self.blocks:
                 x, residual = block(x, residual, packing)
             return self.norm(x, residual)[0]
         self._keep(packing)
-        stream = (x,)
-        for layers in self._graphed:
-            stream = layers(*stream)
-        return self.norm(*stream)[0]
+        return self.norm(*self._graphed(x))[0]
 
-    def _graph(self, weights: Mapping[str, Weight], group: Group) -> list[GraphedLayers]:
-        """Segments of a few blocks: gradients of one travel while the next is in backward."""
-        studio, found = Studio(), list[GraphedLayers]()
+    def _segments(self, weights: Mapping[str, Weight]) -> Iterator[Segment]:
+        """A few blocks each: gradients of one segment travel while another is in backward."""
         for first in range(0, len(self.blocks), _BLOCKS_OF_A_GRAPH):
             some = range(first, min(first + _BLOCKS_OF_A_GRAPH, len(self.blocks)))
             prefixes = tuple(f"layers.{layer}." for layer in some)
             used = [weight for name, weight in weights.items() if name.startswith(prefixes)]
-            found.append(GraphedLayers(partial(self._run, some), used, group, studio))
-        return found
+            yield Segment(partial(self._run, some), used)
 
     def _run(self, some: range, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
         assert self._packing is not None

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ntp_kernels.broadcast import broadcast
+from ntp_kernels.remote import broadcast
 from torch import Tensor
 
 from ntp.exchange import Backlog, CutExchange, Finish, Share

@@ -1,6 +1,7 @@
 """Memory that the GPUs of one host can address in each other, and signals that order its use.
 
-Copies and signals are operations of a stream: copy engines and the front end do them, no multiprocessor. A
+Copies and signals are operations of a stream: copy engines and the front end do them, no multiprocessor; but
+while a graph is captured signals are small kernels. A
 signal is a word in the receiver's memory: the sender's stream sets it, the receiver's stream waits for it and
 clears it. The sender may set it again only after something that the receiver did later has reached it.
 Nothing is counted, so that a captured graph can be replayed.
@@ -16,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+from ntp_kernels import remote
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -75,6 +77,11 @@ class PeerMemory:
         own = _allocate(self._offsets[-1], device)
         handles = group.all_gather(_export(own).to(device).unsqueeze(0), [1] * self.size).cpu()
         self._bases = [own if rank == self.rank else _open(handles[rank]) for rank in range(self.size)]
+        self._raised, self._awaited = (
+            torch.tensor([[word(rank, signal) for rank in range(self.size)] for signal in range(signals)])
+            .to(device)
+            for word in (self._theirs, self._mine)
+        )  # fmt: skip
         self._releasing = DeviceStream(torch.cuda.Stream(device))
         self._closed = threading.Event()
 
@@ -92,13 +99,20 @@ class PeerMemory:
 
     def signal(self, stream: DeviceStream, rank: int, signal: int) -> None:
         """Tell `rank`, behind the work in `stream`."""
-        stream.write(self._word(rank, signal, self.rank), 1)
+        if not torch.cuda.is_current_stream_capturing():
+            stream.write(self._theirs(rank, signal), 1)
+            return
+        with torch.cuda.stream(stream.stream):
+            remote.raise_words(self._raised[signal, rank : rank + 1])
 
     def await_signal(self, stream: DeviceStream, rank: int, signal: int) -> None:
         """Hold `stream` until `rank` has told."""
-        word = self._word(self.rank, signal, rank)
-        stream.wait(word, 1)
-        stream.write(word, 0)
+        if not torch.cuda.is_current_stream_capturing():
+            stream.wait(self._mine(rank, signal), 1)
+            stream.write(self._mine(rank, signal), 0)
+            return
+        with torch.cuda.stream(stream.stream):
+            remote.await_words(self._awaited[signal, rank : rank + 1])
 
     def release(self) -> None:
         """End all waiting on this rank until `close`: peers will never signal."""
@@ -125,8 +139,13 @@ class PeerMemory:
             else:
                 _succeed(_driver().cuIpcCloseMemHandle(base))
 
-    def _word(self, rank: int, signal: int, of: int) -> int:
-        return self._bases[rank] + 4 * (signal * self.size + of)
+    def _theirs(self, rank: int, signal: int) -> int:
+        """Address of the word by which this rank tells `rank`."""
+        return self._bases[rank] + 4 * (signal * self.size + self.rank)
+
+    def _mine(self, rank: int, signal: int) -> int:
+        """Address of the word by which `rank` tells this one."""
+        return self._bases[self.rank] + 4 * (signal * self.size + rank)
 
 
 class _IpcHandle(ctypes.Structure):
