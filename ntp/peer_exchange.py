@@ -240,27 +240,20 @@ class _Norms:
         self.memory = memory = PeerMemory(group, [4 * capacity] * _REGIONS, _REGIONS, device)
         regions = range(_REGIONS)
         self._regions = [memory.view(region, (capacity,), torch.float32, memory.rank) for region in regions]
-        self._addresses: dict[tuple[int, int], Tensor] = {}
+        ranks = range(memory.size)
+        addresses = [[memory.address(rank, region) for rank in ranks] for region in regions]
+        self._addresses = torch.tensor(addresses, device=device)
 
     def gather(self, norms: Tensor, total_units: int, first_unit: int, region: int) -> Tensor:
         """See `CutExchange.gather`; in the current stream."""
         memory, stream = self.memory, DeviceStream(torch.cuda.current_stream())
         tokens = norms.shape[1]
-        broadcast(norms, self._targets(region, 4 * first_unit * tokens))
+        broadcast(norms, self._addresses[region], first_unit * tokens)
         for rank in memory.others:
             memory.signal(stream, rank, region)
         for rank in memory.others:
             memory.await_signal(stream, rank, region)
         return self._regions[region][: total_units * tokens].view(total_units, tokens)
-
-    def _targets(self, region: int, offset: int) -> Tensor:
-        """The addresses i64 [ranks] at `offset` bytes of a region of every rank."""
-        found = self._addresses.get((region, offset))
-        if found is None:
-            places = [self.memory.address(rank, region) + offset for rank in range(self.memory.size)]
-            found = torch.tensor(places, device=self._regions[0].device)
-            self._addresses[region, offset] = found
-        return found
 
 
 def _chunk(rows: slice, owner: int, size: int) -> tuple[slice, int]:

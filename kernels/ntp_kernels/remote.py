@@ -16,12 +16,14 @@ import triton.language as tl
 _BLOCK = 4096
 
 
-def broadcast(source: torch.Tensor, addresses: torch.Tensor) -> None:
-    """Copy f32 `source` to each of `addresses` i64 [P], which the device can write to."""
+def broadcast(source: torch.Tensor, addresses: torch.Tensor, offset: int) -> None:
+    """Copy f32 `source` to element `offset` behind each of `addresses` i64 [P], where the device can write."""
     assert source.is_contiguous()
     assert source.dtype == torch.float32
     count = source.numel()
-    _broadcast_kernel[(triton.cdiv(count, _BLOCK), len(addresses))](source, addresses, count, BLOCK=_BLOCK)
+    _broadcast_kernel[(triton.cdiv(count, _BLOCK), len(addresses))](
+        source, addresses, count, offset, BLOCK=_BLOCK
+    )
 
 
 def raise_words(addresses: torch.Tensor) -> None:
@@ -50,9 +52,9 @@ def _await_kernel(addresses_ptr, COUNT: tl.constexpr):
             seen = tl.atomic_cas(word, 1, 0, sem="acquire", scope="sys")
 
 
-@triton.jit(do_not_specialize=["count"])
-def _broadcast_kernel(source_ptr, addresses_ptr, count, BLOCK: tl.constexpr):
-    target = tl.load(addresses_ptr + tl.program_id(1)).to(tl.pointer_type(tl.float32))
+@triton.jit(do_not_specialize=["count", "offset"])
+def _broadcast_kernel(source_ptr, addresses_ptr, count, offset, BLOCK: tl.constexpr):
+    target = tl.load(addresses_ptr + tl.program_id(1)).to(tl.pointer_type(tl.float32)) + offset
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     tl.store(target + offsets, tl.load(source_ptr + offsets, mask=inside), mask=inside)
