@@ -17,7 +17,7 @@ _BLOCK = 4096
 
 
 def broadcast(source: torch.Tensor, addresses: torch.Tensor, offset: int) -> None:
-    """Copy f32 `source` to element `offset` behind each of `addresses` i64 [P], where the device can write."""
+    """Copy f32 `source` to element `offset` after each of `addresses` i64 [P], anywhere it can write."""
     assert source.is_contiguous()
     assert source.dtype == torch.float32
     count = source.numel()
