@@ -178,11 +178,13 @@ class TorchGroup(Group):
         process_group: dist.ProcessGroup,
         check: Check = lambda: None,
         device: torch.device | None = None,
+        through_peers: bool = False,
     ):
         super().__init__(ranks, rank)
         self._process_group: dist.ProcessGroup | None = process_group
         self._check = check
         self._device = device or torch.device("cpu")
+        self._through_peers = through_peers and self._device.type == "cuda"
         self._aborting = threading.Lock()
         self._aborted = False
 
@@ -223,7 +225,7 @@ class TorchGroup(Group):
             raise PeerLostError(str(error)) from error
 
     def _make_exchange(self) -> CutExchange:
-        if self.size == 1 or self._device.type != "cuda" or not self._is_on_one_host():
+        if self.size == 1 or not self._through_peers or not self._is_on_one_host():
             return CutExchange(self)
         from ntp.peer_exchange import PeerExchange  # needs CUDA
 
@@ -279,6 +281,7 @@ class TorchFabric:
         build_timeout: for building a group.
         timeout: of a collective, but for groups on the host.
         device: where this rank computes.
+        through_peers: exchange cut products through the memory of the GPUs of one host (`parallel.exchange`).
     """
 
     def __init__(
@@ -289,8 +292,9 @@ class TorchFabric:
         build_timeout: timedelta,
         timeout: timedelta,
         device: torch.device,
+        through_peers: bool = False,
     ):
-        self._device = device
+        self._device, self._through_peers = device, through_peers
         self._build_timeout, self._timeout = build_timeout, timeout
         self._index = {process: place for place, process in enumerate(world)}
         self._rank = rank
@@ -311,7 +315,8 @@ class TorchFabric:
         assert isinstance(process_group, dist.ProcessGroup)
         _set_pg_timeout(_HOST_TIMEOUT if on_host else self._timeout, process_group)
         device = torch.device("cpu") if on_host else self._device
-        group = TorchGroup(ranks, list(ranks).index(self._rank), process_group, self._check, device)
+        place, through_peers = list(ranks).index(self._rank), self._through_peers
+        group = TorchGroup(ranks, place, process_group, self._check, device, through_peers)
         self._groups.append(group)
         return group
 

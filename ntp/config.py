@@ -140,6 +140,7 @@ class ParallelConfig(Section):
     standbys: Count = 0
     min_degree: Positive = 1
     overlap_exchange: bool = True  # exchange gradients behind the backward pass
+    exchange: Literal["collective", "peer"] = "collective"  # of cut products; peer: through GPUs' own memory
     rank_map: tuple[Count, ...] | None = None  # the process rank at each coordinate; null = the same number
 
     @property

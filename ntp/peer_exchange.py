@@ -2,8 +2,8 @@
 
 Of each part of the tokens every rank owns a chunk of rows. The products of a chunk write their integers
 straight into the owner's memory; the owner adds and finishes them in one kernel, and copy engines push the
-result to every peer. What travels with the products costs them little, copies and signals take no
-multiprocessor (figures: `ntp/DESIGN.md`, "The exchange on GPUs").
+result to every peer. What travels with the products costs them little, and copies take no multiprocessor
+(figures: `ntp/DESIGN.md`, "The exchange on GPUs").
 
 A rank writes into a peer's memory again only after that peer's next signal, which the peer sends after its
 last reading: the chain of products orders all reuse. When a peer dies, `release` ends all waiting.
@@ -205,11 +205,9 @@ class _Products:
 
     def exchange(self, rows: slice, output: Tensor, finish: Finish) -> None:
         """Add and finish these rows of all ranks, in `output` of all ranks, in the current stream."""
-        memory, side = self.memory, DeviceStream(torch.cuda.current_stream())
-        for rank in memory.others:
-            memory.signal(side, rank, _Signal.SHARES)
-        for rank in memory.others:
-            memory.await_signal(side, rank, _Signal.SHARES)
+        memory, side = self.memory, torch.cuda.current_stream()
+        memory.signal(_Signal.SHARES)
+        memory.await_signals(_Signal.SHARES)
         chunk, room = _chunk(rows, memory.rank, memory.size)
         count = chunk.stop - chunk.start
         if count:
@@ -218,13 +216,13 @@ class _Products:
         region = 1 + next(s for s, mine in enumerate(self._outputs) if mine.data_ptr() == output.data_ptr())
         width = output.element_size() * self._width
         first = chunk.start * width
-        for lane, rank in zip(self._lanes, memory.others, strict=True):
-            lane.stream.wait_stream(side.stream)
+        for place, (lane, rank) in enumerate(zip(self._lanes, memory.others, strict=True)):
+            lane.stream.wait_stream(side)
             lane.copy(memory.address(rank, region) + first, output.data_ptr() + first, count * width)
-            memory.signal(lane, rank, _Signal.OUTPUT)
-        for lane, rank in zip(self._lanes, memory.others, strict=True):
-            side.stream.wait_stream(lane.stream)
-            memory.await_signal(side, rank, _Signal.OUTPUT)
+            with torch.cuda.stream(lane.stream):
+                memory.signal(_Signal.OUTPUT, place)
+            side.wait_stream(lane.stream)
+        memory.await_signals(_Signal.OUTPUT)
 
 
 class _Norms:
@@ -246,13 +244,10 @@ class _Norms:
 
     def gather(self, norms: Tensor, total_units: int, first_unit: int, region: int) -> Tensor:
         """See `CutExchange.gather`; in the current stream."""
-        memory, stream = self.memory, DeviceStream(torch.cuda.current_stream())
         tokens = norms.shape[1]
         broadcast(norms, self._addresses[region], first_unit * tokens)
-        for rank in memory.others:
-            memory.signal(stream, rank, region)
-        for rank in memory.others:
-            memory.await_signal(stream, rank, region)
+        self.memory.signal(region)
+        self.memory.await_signals(region)
         return self._regions[region][: total_units * tokens].view(total_units, tokens)
 
 

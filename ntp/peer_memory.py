@@ -1,17 +1,15 @@
 """Memory that the GPUs of one host can address in each other, and signals that order its use.
 
-Copies and signals are operations of a stream: copy engines and the front end do them, no multiprocessor; but
-while a graph is captured signals are small kernels. A
-signal is a word in the receiver's memory: the sender's stream sets it, the receiver's stream waits for it and
-clears it. The sender may set it again only after something that the receiver did later has reached it.
-Nothing is counted, so that a captured graph can be replayed.
+A signal is a word in the receiver's memory: a kernel of the sender sets it, a kernel of the receiver waits
+for it and clears it. The sender may set it again only after something that the receiver did later has reached
+it. Nothing is counted, so that a captured graph can be replayed. A stream's own operations on words would take
+no kernel, but a wait of a stream does not promise that what peers wrote before is visible.
 
 The handles of memory go through the group, not through torch's own rendezvous: that numbers its exchanges per
 process (torch 2.11), and a process that has just joined would wait for ever.
 """
 
 import ctypes
-import os
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from ntp.collectives import Group
 
 _PAGE = 4096
-_KERNEL_SIGNALS = bool(os.environ.get("NTP_KERNEL_SIGNALS"))
 _HANDLE_BYTES = 64
 _RELEASE_EVERY_S = 0.002
 
@@ -48,11 +45,6 @@ class DeviceStream:
     def write(self, address: int, value: int) -> None:
         """Write 32 bits once all that came before is visible to everyone."""
         _succeed(_driver().cuStreamWriteValue32_v2(self._handle, address, value, 0))
-
-    def wait(self, address: int, value: int) -> None:
-        """Hold the stream until the 32 bits are at least `value`."""
-        at_least = 0  # CU_STREAM_WAIT_VALUE_GEQ
-        _succeed(_driver().cuStreamWaitValue32_v2(self._handle, address, value, at_least))
 
 
 class PeerMemory:
@@ -79,11 +71,10 @@ class PeerMemory:
         own = _allocate(self._offsets[-1], device)
         handles = group.all_gather(_export(own).to(device).unsqueeze(0), [1] * self.size).cpu()
         self._bases = [own if rank == self.rank else _open(handles[rank]) for rank in range(self.size)]
-        self._raised, self._awaited = (
-            torch.tensor([[word(rank, signal) for rank in range(self.size)] for signal in range(signals)])
-            .to(device)
-            for word in (self._theirs, self._mine)
-        )  # fmt: skip
+        kinds = range(signals)
+        theirs = [[self._theirs(rank, signal) for rank in self.others] for signal in kinds]
+        mine = [[self._mine(rank, signal) for rank in self.others] for signal in kinds]
+        self._raised, self._awaited = torch.tensor(theirs, device=device), torch.tensor(mine, device=device)
         self._releasing = DeviceStream(torch.cuda.Stream(device))
         self._closed = threading.Event()
 
@@ -99,22 +90,14 @@ class PeerMemory:
         """Where a region of `rank` begins."""
         return self._bases[rank] + self._offsets[region + 1]
 
-    def signal(self, stream: DeviceStream, rank: int, signal: int) -> None:
-        """Tell `rank`, behind the work in `stream`."""
-        if not _KERNEL_SIGNALS:
-            stream.write(self._theirs(rank, signal), 1)
-            return
-        with torch.cuda.stream(stream.stream):
-            remote.raise_words(self._raised[signal, rank : rank + 1])
+    def signal(self, signal: int, place: int | None = None) -> None:
+        """Tell the rank at `place` of `others`, or all, behind the work in the current stream."""
+        words = self._raised[signal]
+        remote.raise_words(words if place is None else words[place : place + 1])
 
-    def await_signal(self, stream: DeviceStream, rank: int, signal: int) -> None:
-        """Hold `stream` until `rank` has told."""
-        if not _KERNEL_SIGNALS:
-            stream.wait(self._mine(rank, signal), 1)
-            stream.write(self._mine(rank, signal), 0)
-            return
-        with torch.cuda.stream(stream.stream):
-            remote.await_words(self._awaited[signal, rank : rank + 1])
+    def await_signals(self, signal: int) -> None:
+        """Hold the current stream until all others have told."""
+        remote.await_words(self._awaited[signal])
 
     def release(self) -> None:
         """End all waiting on this rank until `close`: peers will never signal."""
@@ -190,7 +173,6 @@ def _driver() -> ctypes.CDLL:
     address, stream, word, count = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t
     driver.cuMemcpyAsync.argtypes = [address, address, count, stream]
     driver.cuStreamWriteValue32_v2.argtypes = [stream, address, word, ctypes.c_uint]
-    driver.cuStreamWaitValue32_v2.argtypes = [stream, address, word, ctypes.c_uint]
     driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(address), count]
     driver.cuMemsetD8_v2.argtypes = [address, ctypes.c_ubyte, count]
     driver.cuMemFree_v2.argtypes = [address]

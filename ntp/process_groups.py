@@ -35,6 +35,7 @@ def joined_generation(
     device: torch.device,
     control: Control,
     timeout_s: float,
+    through_peers: bool = False,
 ) -> Iterator[TorchFabric]:
     """Take part in one generation; on leaving, give its connections up so that no peer waits for this rank.
 
@@ -43,6 +44,7 @@ def joined_generation(
         device: decides the backend, gloo or NCCL.
         control: is asked before every collective, and aborts NCCL's when the generation is over.
         timeout_s: of one collective.
+        through_peers: see `TorchFabric`.
 
     Raises:
         PeerLostError: somebody went before the groups were built.
@@ -58,7 +60,9 @@ def joined_generation(
         )
     except RuntimeError as error:
         raise PeerLostError(str(error)) from error
-    fabric = TorchFabric(world, rank, control.check, _BUILD_TIMEOUT, timedelta(seconds=timeout_s), device)
+    fabric = TorchFabric(
+        world, rank, control.check, _BUILD_TIMEOUT, timedelta(seconds=timeout_s), device, through_peers
+    )
     if backend == "nccl":
         control.on_over = fabric.abort
     try:

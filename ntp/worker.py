@@ -82,8 +82,9 @@ def main() -> None:
     groups = here.connect()
 
     def join(plan: Plan) -> AbstractContextManager[TorchFabric]:
+        timeout_s, through_peers = here.config.train.timeout_s, here.config.parallel.exchange == "peer"
         return joined_generation(
-            groups, plan.generation, plan.world, here.rank, device, control, here.config.train.timeout_s
+            groups, plan.generation, plan.world, here.rank, device, control, timeout_s, through_peers
         )
 
     try:

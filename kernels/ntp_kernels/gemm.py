@@ -12,8 +12,6 @@ Left out: float32 operands (the CPU twins have them), shapes whose D or R is no 
 # pyright: reportCallIssue=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -69,13 +67,12 @@ def linear(
     out = x.new_empty(m, units * rows, dtype=out_dtype) if out is None else out.view(m, units * rows)
     flat = w.view(units * rows, d)
     tile = tile or _tile("linear", out, d)
-    if bias is not None or tile.kernel == "plain":
+    if bias is not None or out.dtype != torch.bfloat16 or tile.kernel == "plain":
         plain = PLAIN if tile.kernel != "plain" else tile
         gemm_plain.linear(x, flat, out, plain, None if bias is None else bias.reshape(-1))
     else:
         from .gemm_hopper import multiply  # imports Gluon, which only the card it is for needs
 
-        tile = tile if out_dtype == torch.bfloat16 else replace(tile, split=2 * tile.split)
         multiply(x, flat, out, tile, "store", a_transposed=False, b_transposed=True)
     return out.view(m, units, rows)
 

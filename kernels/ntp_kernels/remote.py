@@ -1,8 +1,7 @@
 """Small messages to addresses that may lie at another GPU of the host: copies, and words that signal.
 
 Copy engines would queue small copies behind large transfers: beside an exchange of activations, norms of
-0.9 MB came 750 us late (4 x H100, 2026-11-28). A stream can write and await words by itself, but a captured
-graph cannot hold that.
+0.9 MB came 750 us late (4 x H100, 2026-11-28).
 """
 
 # Triton's signatures do not describe what a jitted function accepts.

@@ -103,7 +103,9 @@ class _Bench:
         self._tensor = _own(rank, rows)
         self._replicas = _own(rank, columns)
         seconds = timedelta(seconds=120)
-        fabric = TorchFabric(self._plan.world, rank, lambda: None, seconds, seconds, device)
+        fabric = TorchFabric(
+            self._plan.world, rank, lambda: None, seconds, seconds, device, parallel.exchange == "peer"
+        )
         self._mesh = build_mesh(self._plan, rank, fabric)
         self._data = _OneDocument(config)
 
