@@ -2,8 +2,8 @@
 
 A signal is a word in the receiver's memory: a kernel of the sender sets it, a kernel of the receiver waits
 for it and clears it. The sender may set it again only after something that the receiver did later has reached
-it. Nothing is counted, so that a captured graph can be replayed. A stream's own operations on words would take
-no kernel, but a wait of a stream does not promise that what peers wrote before is visible.
+it. Nothing is counted, so that a captured graph can be replayed. A stream's own operations on words would
+take no kernel, but its waits do not promise that what peers wrote before is visible.
 
 The handles of memory go through the group, not through torch's own rendezvous: that numbers its exchanges per
 process (torch 2.11), and a process that has just joined would wait for ever.
