@@ -112,7 +112,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str) -> int:
     """Checks everything that can be checked, then shows the plan or runs the job. Raises NtpError."""
-    nodes = nodes_from(args)
+    nodes = nodes_from(args, environ)
     config = load_config(args.config, _overrides(args))
     parallel = config.parallel
     plan = make_plan(config, parse_failed(args.failed, parallel.dp, parallel.tp, parallel.standbys))

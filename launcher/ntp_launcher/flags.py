@@ -2,7 +2,7 @@
 
 What torchrun leaves to chance is fixed here: a single node meets on a free port of its own (torchrun's
 default port collides with the next job), and `--node-rank` counts with every backend. `--nnodes` is one
-number: a job whose node count may change is asked for with standbys.
+number: a job whose node count may change is asked for with standbys. Under Slurm a node's rank is Slurm's.
 """
 
 import argparse
@@ -66,7 +66,11 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
         group.add_argument(*spellings, dest=name, help=help, default=default, **kwargs)  # pyright: ignore[reportArgumentType]
 
     add("nnodes", "number of nodes", type=_node_count, default="1")
-    add("node_rank", "which block of ranks this node runs (default: order of arrival)", type=_count)
+    add(
+        "node_rank",
+        "which block of ranks this node runs (default: Slurm's, else order of arrival)",
+        type=_count,
+    )
     add("nproc_per_node", "base-mesh ranks on each node (default: spread evenly)", type=_process_count)
     add("rdzv_backend", "rendezvous backend (default: c10d)")
     add("rdzv_endpoint", "rendezvous endpoint, HOST[:PORT]", type=_endpoint)
@@ -92,8 +96,11 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
     )
 
 
-def nodes_from(args: argparse.Namespace) -> Nodes:
-    """The parsed options as one value. Raises LaunchError for a combination that cannot work."""
+def nodes_from(args: argparse.Namespace, environ: Mapping[str, str]) -> Nodes:
+    """The parsed options as one value; `environ` may hold a scheduler's numbering of the nodes.
+
+    Raises LaunchError for a combination that cannot work.
+    """
     backend, endpoint = args.rdzv_backend, args.rdzv_endpoint
     if endpoint is None and args.master_addr and not args.standalone:
         endpoint, backend = f"{args.master_addr}:{args.master_port}", backend or "static"
@@ -111,7 +118,7 @@ def nodes_from(args: argparse.Namespace) -> Nodes:
         backend, endpoint = "c10d", "localhost:0"
     return Nodes(
         nnodes=args.nnodes,
-        node_rank=args.node_rank,
+        node_rank=_slurm_rank(args.nnodes, environ) if args.node_rank is None else args.node_rank,
         nproc_per_node=args.nproc_per_node,
         rdzv_backend=backend or "c10d",
         rdzv_endpoint=endpoint,
@@ -124,6 +131,19 @@ def nodes_from(args: argparse.Namespace) -> Nodes:
         log_dir=args.log_dir,
         tee=args.tee,
     )
+
+
+def _slurm_rank(nnodes: int, environ: Mapping[str, str]) -> int | None:
+    """This node's place in a job step of as many nodes. Raises LaunchError for several agents on a node."""
+    if environ.get("SLURM_STEP_NUM_NODES") != str(nnodes):
+        return None
+    agents = environ.get("SLURM_STEP_NUM_TASKS", str(nnodes))
+    if agents != str(nnodes):
+        raise LaunchError(
+            f"srun starts {agents} agents on {nnodes} node{'s' * (nnodes > 1)}, one a node is needed: "
+            f"srun --ntasks-per-node=1"
+        )
+    return int(environ["SLURM_NODEID"])
 
 
 def _is_local(endpoint: str) -> bool:
