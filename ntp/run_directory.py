@@ -5,10 +5,13 @@ import os
 import struct
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ntp.evidence import StateHashes
 from ntp.plan import Plan
-from ntp.trainer import StepResult, Usage
+
+if TYPE_CHECKING:  # whoever only reads a run does without torch
+    from ntp.evidence import StateHashes
+    from ntp.trainer import StepResult, Usage
 
 
 def bits_of(value: float) -> str:
@@ -16,7 +19,7 @@ def bits_of(value: float) -> str:
     return struct.pack(">d", value).hex()
 
 
-def metrics_line(result: StepResult, seconds: float | None, generation: int) -> dict[str, object]:
+def metrics_line(result: "StepResult", seconds: float | None, generation: int) -> dict[str, object]:
     """One line of `metrics.jsonl`; `seconds` is None where whoever measured the step has gone."""
     return {
         "step": result.step,
@@ -34,7 +37,7 @@ def metrics_line(result: StepResult, seconds: float | None, generation: int) -> 
 
 
 def summary(
-    plan: Plan, step: int, result: StepResult | None, hashes: StateHashes, usage: Usage, wall_s: float
+    plan: Plan, step: int, result: "StepResult | None", hashes: "StateHashes", usage: "Usage", wall_s: float
 ) -> dict[str, object]:
     """The content of `summary.json`; `step` is the last one, `result` its own where this run computed it."""
     return {

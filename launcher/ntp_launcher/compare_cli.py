@@ -37,12 +37,7 @@ class CompareError(NtpError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = OneLineParser(
-        prog="ntp-compare", description="Compare losses, hashes and configs of two runs.", allow_abbrev=False
-    )
-    parser.add_argument("run_a", metavar="RUN_A")
-    parser.add_argument("run_b", metavar="RUN_B")
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     a, b = Path(args.run_a), Path(args.run_b)
     try:
         difference = next(differences(a, b), None)
@@ -56,6 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     span = f"steps {steps[0]} to {steps[-1]}" if steps else "no step in common"
     sys.stdout.write(f"equal: {span}, weights and optimizer state\n")
     return 0
+
+
+def build_parser() -> OneLineParser:
+    """The command line's grammar."""
+    parser = OneLineParser(
+        prog="ntp-compare", description="Compare losses, hashes and configs of two runs.", allow_abbrev=False
+    )
+    parser.add_argument("run_a", metavar="RUN_DIR", help="what ntp-launch wrote")
+    parser.add_argument("run_b", metavar="RUN_DIR", help="the other run")
+    return parser
 
 
 def differences(a: Path, b: Path) -> Iterator[str]:

@@ -10,6 +10,20 @@ from ntp_launcher.flags import OneLineParser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, or 2 with one line on stderr."""
+    args = build_parser().parse_args(argv)
+    from ntp.export import export  # torch, after the command line is known to be right
+
+    try:
+        step, dtype = export(Path(args.run_dir), Path(args.out), args.step, args.dtype)
+    except (NtpError, OSError) as error:
+        sys.stderr.write(f"ntp-export: {' '.join(str(error).split())}\n")
+        return 2
+    sys.stdout.write(f"ntp-export: step {step} in {dtype}, written to {args.out}\n")
+    return 0
+
+
+def build_parser() -> OneLineParser:
+    """The command line's grammar."""
     parser = OneLineParser(
         prog="ntp-export", description="Write a checkpoint as a Hugging Face folder.", allow_abbrev=False
     )
@@ -21,16 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=("float32", "bfloat16", "float16"),
         help="of the weights (default: that of the imported model, else float32)",
     )
-    args = parser.parse_args(argv)
-    from ntp.export import export  # torch, after the command line is known to be right
-
-    try:
-        step, dtype = export(Path(args.run_dir), Path(args.out), args.step, args.dtype)
-    except (NtpError, OSError) as error:
-        sys.stderr.write(f"ntp-export: {' '.join(str(error).split())}\n")
-        return 2
-    sys.stdout.write(f"ntp-export: step {step} in {dtype}, written to {args.out}\n")
-    return 0
+    return parser
 
 
 if __name__ == "__main__":

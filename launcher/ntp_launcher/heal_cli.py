@@ -21,7 +21,7 @@ _POLL_S = 0.1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         return _heal(args)
     except NtpError as error:
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
     parser = OneLineParser(
         prog="ntp-heal", description="Take repaired devices back into a running job.", allow_abbrev=False
     )

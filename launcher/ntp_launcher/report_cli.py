@@ -15,8 +15,7 @@ from ntp_launcher.report_page import page
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         text = page([read_run(path) for path in args.runs])
         target = Path(args.output) if args.output else Path(args.runs[0]) / "report.html"

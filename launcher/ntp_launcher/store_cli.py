@@ -14,7 +14,7 @@ from ntp_launcher.flags import OneLineParser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     stops = (signal.SIGINT, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     from ntp_launcher.control_store import serve
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
     parser = OneLineParser(prog="ntp-store", description="Serve control stores of jobs.", allow_abbrev=False)
     parser.add_argument("--port", type=int, default=29400, help="TCP port, 0 = any free one (default: 29400)")
     return parser
