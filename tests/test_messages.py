@@ -1,8 +1,12 @@
 """Wrong invocations: each message is one line that names what was asked, what was found and what to do."""
 
+import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ntp_launcher import agent
 from ntp_launcher.cli import main
 
 TINY = str(Path(__file__).parent.parent / "configs" / "tiny-cpu.yaml")
@@ -72,3 +76,69 @@ def test_a_wrong_option_is_told_the_same_way(
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert all(fact in line for fact in facts), line
+
+
+class _NoLogin:
+    """W&B where nobody has logged in."""
+
+    class Error(Exception):
+        """As `wandb.Error`."""
+
+    def login(self) -> None:
+        raise self.Error("No API key configured.")
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def refused(settings: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The one line with which a real start is refused before any rendezvous."""
+    monkeypatch.setattr(agent, "launch", lambda *_: pytest.fail("met other nodes"))
+    assert main([TINY, *(word for setting in settings for word in ("--set", setting))]) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == ""
+    return line
+
+
+@pytest.mark.parametrize(
+    ("setting", "package"), [("log.tensorboard=true", "tensorboard"), ("log.wandb=tests", "wandb")]
+)
+def test_an_exporter_that_is_not_installed_is_refused_before_the_rendezvous(
+    setting: str, package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    line = refused([setting], capsys, monkeypatch)
+    assert setting in line
+    assert f"pip install 'ntp-trainer[{package}]'" in line
+
+
+def test_a_missing_login_is_refused_before_the_rendezvous(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", _NoLogin())
+    line = refused(["log.wandb=tests"], capsys, monkeypatch)
+    assert "log.wandb=tests" in line
+    assert "No API key" in line
+
+
+def test_an_address_that_cannot_be_had_is_refused_before_the_rendezvous(
+    taken_port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = refused([f"log.prometheus_port={taken_port}"], capsys, monkeypatch)
+    assert f"log.prometheus_port={taken_port}" in line
+    assert "in use" in line
+    line = refused(["log.prometheus_port=0", "log.prometheus_host=203.0.113.1"], capsys, monkeypatch)
+    assert "log.prometheus_host=203.0.113.1" in line
+
+
+def test_a_node_that_cannot_lead_needs_no_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(agent, "launch", lambda *_: (0, "elsewhere"))
+    second = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "localhost:1"]
+    assert main([TINY, "--set", "log.wandb=tests", *second]) == 0

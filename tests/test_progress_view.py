@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from ntp_launcher.audience import Audience
 from ntp_launcher.events import End
-from ntp_launcher.exporters import Prometheus, prometheus_text, tagged
+from ntp_launcher.exporters import tagged
 from ntp_launcher.failure import failure_report
 from ntp_launcher.live import duration, render, sparkline
 from ntp_launcher.progress import Happening, Mark, Progress
+from ntp_launcher.prometheus import Prometheus, prometheus_text
 from ntp_launcher.terminals import JsonLines, Lines
 
 from ntp.config import Config, load_config
@@ -116,7 +117,7 @@ def test_the_endpoint_serves_the_newest_look() -> None:
     exporter = Prometheus("127.0.0.1", 0)
     try:
         exporter.look(lambda: after_a_loss(config()).snapshot(1003.0))
-        with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics") as answer:
+        with urllib.request.urlopen(exporter.url) as answer:
             text = answer.read().decode()
     finally:
         exporter.close()

@@ -21,6 +21,7 @@ from ntp.errors import NtpError
 from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
 from ntp.topology import parse_failed, read_rank_map
+from ntp_launcher.exporters import check_exporters
 from ntp_launcher.flags import Nodes, OneLineParser, add_torchrun_flags, nodes_from
 from ntp_launcher.job import Display, Job
 from ntp_launcher.memory_view import parse_memory
@@ -145,6 +146,8 @@ def _launch(job: Job, nodes: Nodes) -> int:
     """Starts the agent. torch is imported here and not before: a dry run does without."""
     from ntp_launcher import agent
 
+    if nodes.node_rank in (0, None):  # may come to lead, and then exports
+        check_exporters(job.config.log)
     _check_data(job.config)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
