@@ -42,6 +42,7 @@ class ColumnParallelLinear:
     last_use: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [M, D]; returns [M, U, R], U being the units of this rank."""
         return ops.column_linear(x, self.weight, self.group, self.bias, self.last_use)
 
 
@@ -53,6 +54,7 @@ class RowParallelLinear:
     group: Group
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [M, U, R], of this rank's units; returns [M, D], the same on every rank."""
         return ops.row_linear(x, self.weight, self.group)
 
 
@@ -64,6 +66,7 @@ class VocabParallelEmbedding:
     group: Group
 
     def __call__(self, ids: Tensor) -> Tensor:
+        """ids int64 [M], the same on every rank; returns [M, D], likewise."""
         return ops.embedding(ids, self.weight, self.group)
 
 
@@ -75,6 +78,7 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x and residual [M, D], None in the first layer; returns two [M, D]."""
         if residual is None:
             return ops.rms_norm(x, self.weight, self.eps), x
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
@@ -95,6 +99,7 @@ class Attention:
     eps: float
 
     def __call__(self, x: Tensor, packing: Packing) -> Tensor:
+        """x [M, D], normalised; returns [M, D], to be added to the residual."""
         qkv = self.qkv(x).unflatten(2, (-1, self.head_dim))
         q, k, v = ops.qk_norm_rope(
             qkv, packing.positions, packing.tables, self.norms, self.eps, self.qkv.weight, self.qkv.group
@@ -111,6 +116,7 @@ class SwiGLU:
     down: RowParallelLinear
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [M, D], normalised; returns [M, D], to be added to the residual."""
         gate_up = self.gate_up(x).unflatten(2, (2, -1))
         return self.down(ops.swiglu(gate_up))
 

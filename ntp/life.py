@@ -244,7 +244,7 @@ class _Era:
         )
 
     def train(self) -> None:
-        """Train until the generation is over or the job finished."""
+        """Train until the job finished. Raises MembershipChangedError where the generation is over before."""
         if self._trainer is None:
             self._stand_by()
             return

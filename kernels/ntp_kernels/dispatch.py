@@ -126,7 +126,7 @@ def attention_backward(
     seq_len: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of `attention`."""
+    """Return dq [M, U, G, H], dk and dv [M, U, H] of `attention`, from its inputs and outputs."""
     return _kernels(q, "attention").attention_backward(dout, q, k, v, out, lse, document, seq_len, scale)
 
 

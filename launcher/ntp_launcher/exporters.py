@@ -4,14 +4,15 @@ Both packages are optional and imported when they are asked for. `check_exporter
 what will not work, the endpoint of `prometheus` included.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ntp.config import Config, LogConfig
+from ntp_launcher.audience import Listener
 from ntp_launcher.flags import LaunchError
-from ntp_launcher.progress import Happening, Snapshot
+from ntp_launcher.progress import Happening
 from ntp_launcher.prometheus import check_address
 
 _TAGS = {
@@ -63,7 +64,7 @@ def _log_in(project: str, wandb: Any) -> None:
         raise LaunchError(f"log.wandb={project}: {error}") from None
 
 
-class TensorBoard:
+class TensorBoard(Listener):
     """Event files in `folder`, one event with all values a step; `log.every` thins them out."""
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -76,26 +77,19 @@ class TensorBoard:
         self._every = config.log.every
 
     def step(self, line: Mapping[str, Any]) -> None:
+        """Writes all values of the step as one event, at the time of the step."""
         if line["step"] % self._every:
             return
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in tagged(line).items()]
         summary = self._summary(value=values)
         self._writer.add_event(self._event(wall_time=line["time"], step=line["step"], summary=summary))
 
-    def happening(self, happening: Happening) -> None:
-        """TensorBoard shows numbers."""
-
-    def say(self, line: str) -> None:
-        """Not for a metric."""
-
-    def look(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Written with the steps."""
-
     def close(self) -> None:
+        """Flushes what is in the queue."""
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Listener):
     """A run of `project`, named as the run directory. Raises LaunchError where W&B refuses."""
 
     def __init__(self, config: Config, project: str, run_dir: Path) -> None:
@@ -110,18 +104,15 @@ class WeightsAndBiases:
         self._every = config.log.every
 
     def step(self, line: Mapping[str, Any]) -> None:
+        """Hands the values to W&B's own process."""
         if line["step"] % self._every == 0:
             self._run.log(tagged(line), step=line["step"])
 
     def happening(self, happening: Happening) -> None:
+        """A lost rank becomes an alert."""
         if happening.kind == "loss":
             self._run.alert(title="rank lost", text=happening.text)
 
-    def say(self, line: str) -> None:
-        """Not for a metric."""
-
-    def look(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Sent with the steps."""
-
     def close(self) -> None:
+        """Waits until everything is sent."""
         self._run.finish()

@@ -24,6 +24,7 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser whose complaint is one line on stderr, like every other bad input's."""
 
     def error(self, message: str) -> NoReturn:
+        """Exits with 2 and one line."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 

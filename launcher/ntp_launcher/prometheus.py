@@ -5,15 +5,16 @@ It shows numbers of one run and takes no input.
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from ntp_launcher.audience import Listener
 from ntp_launcher.flags import LaunchError
-from ntp_launcher.progress import Happening, Snapshot
+from ntp_launcher.progress import Snapshot
 
 
-class Prometheus:
+class Prometheus(Listener):
     """`http://HOST:PORT/metrics`, as of the newest look. Port 0 takes a free one, which `url` tells.
 
     Raises LaunchError for an address at which this host cannot listen.
@@ -40,19 +41,12 @@ class Prometheus:
         self.url = f"http://{host}:{self._server.server_address[1]}/metrics"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def step(self, line: Mapping[str, Any]) -> None:
-        """Shown with the next look."""
-
-    def happening(self, happening: Happening) -> None:
-        """Counted in the snapshot."""
-
-    def say(self, line: str) -> None:
-        """Not for a metric."""
-
     def look(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Renders the text that is served from now on."""
         self._text = prometheus_text(snapshot()).encode()
 
     def close(self) -> None:
+        """Stops to listen."""
         self._server.shutdown()
         self._server.server_close()
 
