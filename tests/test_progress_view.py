@@ -1,5 +1,6 @@
 """What people see of a run: the live view at several sizes, events, exporters, and what all that costs."""
 
+import io
 import json
 import time
 import urllib.request
@@ -13,7 +14,9 @@ from ntp_launcher.failure import failure_report
 from ntp_launcher.live import duration, render, sparkline
 from ntp_launcher.progress import Happening, Mark, Progress
 from ntp_launcher.prometheus import Prometheus, prometheus_text
-from ntp_launcher.terminals import JsonLines, Lines
+from ntp_launcher.terminals import JsonLines, Lines, View
+from rich.console import Console
+from rich.text import Text
 
 from ntp.config import Config, load_config
 from ntp.protocol import Generation
@@ -65,6 +68,18 @@ def test_no_line_wraps_and_the_height_is_kept(width: int, unicode: bool, mesh: t
     assert "RECOVERING 0.5 s" in view.plain
     assert f"{mesh[1] - 1}/{mesh[1]}" in view.plain  # the damaged replica is always among those shown
     assert unicode or view.plain.isascii()
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_what_the_terminal_gets_does_not_wrap(width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, height=24, color_system="truecolor")
+    view = View(console)
+    view.look(lambda: after_a_loss(config("parallel.standbys=2")).snapshot(1002.5))
+    view.close()
+    drawn = [Text.from_ansi(line) for line in screen.getvalue().splitlines()]
+    assert any("RECOVERING 0.5 s" in line.plain for line in drawn)
+    assert max(line.cell_len for line in drawn) <= width
 
 
 def test_the_map_tells_lost_standing_by_and_recovering_apart() -> None:

@@ -22,7 +22,7 @@ _STYLES = {
     Mark.RECOVERING: "yellow",
     Mark.LOST: "bold red",
 }
-_KINDS = {"loss": "bold red", "end": "bold red", "warning": "yellow", "join": "green", "recovery": "green"}
+_KINDS = {"loss": "bold red", "warning": "yellow", "join": "green", "recovery": "green"}
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*#@"
 
@@ -148,8 +148,10 @@ def _legend(snapshot: Snapshot, shown: int, glyphs: dict[Mark, str]) -> Text:
 
 def _event(happening: Happening) -> Text:
     when = strftime("%H:%M:%S", localtime(happening.time))
-    kind = f"{happening.kind:<8} "
-    return Text.assemble((f"{when} ", "dim"), (kind, _KINDS.get(happening.kind, "")), happening.text)
+    style = _KINDS.get(happening.kind, "")
+    if happening.kind == "end":
+        style = "bold red" if happening.values.get("code") else "green"
+    return Text.assemble((f"{when} ", "dim"), (f"{happening.kind:<8} ", style), happening.text)
 
 
 def sparkline(values: tuple[float, ...], room: int, unicode: bool = True) -> str:
