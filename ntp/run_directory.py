@@ -65,9 +65,9 @@ class Metrics:
         temporary.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def append(self, line: dict[str, object]) -> None:
-        """Write one line, complete on disk before the next step."""
-        self._file.write(json.dumps(line) + "\n")
+    def append(self, line: str) -> None:
+        """Write one line of JSON, complete on disk before the next step."""
+        self._file.write(f"{line}\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*#@"
 
 
-def render(snapshot: Snapshot, width: int, height: int = 24, unicode: bool = True) -> Text:
-    """The view, at most `height` lines of at most `width` cells.
+def render(snapshot: Snapshot, width: int, height: int = 24, unicode: bool = True) -> list[Text]:
+    """The lines of the view, at most `height` lines of at most `width` cells.
 
     Args:
         unicode: whether the terminal can show more than ASCII.
@@ -43,7 +43,7 @@ def render(snapshot: Snapshot, width: int, height: int = 24, unicode: bool = Tru
         lines += [Text(), *(_event(happening) for happening in events)]
     for line in lines:
         line.truncate(width, overflow="ellipsis" if unicode else "crop")
-    return Text("\n").join(lines[:height])
+    return lines[:height]
 
 
 def _progress(snapshot: Snapshot, width: int, unicode: bool) -> Text:

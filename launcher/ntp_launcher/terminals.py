@@ -2,11 +2,13 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.text import Text
 
 from ntp.config import Config
 from ntp_launcher.audience import Listener
@@ -95,11 +97,23 @@ class View(Listener):
     def look(self, snapshot: Callable[[], Snapshot]) -> None:
         """Draws the view anew, in the terminal's present size."""
         size = self._console.size
-        self._live.update(render(snapshot(), size.width, size.height - 1, self._unicode), refresh=True)
+        lines = render(snapshot(), size.width, size.height - 1, self._unicode)
+        self._live.update(_Drawing(lines), refresh=True)
 
     def close(self) -> None:
         """Leaves the last drawing where it is and gives the cursor back."""
         self._live.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """Lines that fit already; rich would spend half of the time in looking for words to wrap."""
+
+    lines: Sequence[Text]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.lines:
+            yield from line.render(console, "\n")
 
 
 def step_line(line: Mapping[str, Any], steps: int) -> str:
