@@ -30,6 +30,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     ([TINY, "--set", "model.vocab_size=100"], ["100", "257"]),
     ([TINY, "--set", "train.timeout_s=500"], ["train.timeout_s=500", "elastic.step_timeout_s=180"]),
     ([TINY, "--set", "log.prometheus_port=70000"], ["log.prometheus_port", "70000"]),
+    ([TINY, "--set", "faults=[{kill: {rank: 30, step: 7}}]"], ["faults", "30", "0 to 7"]),
     ([TINY, "--nnodes", "2"], ["--nnodes 2", "--rdzv-endpoint"]),
     ([TINY, "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], ["--node-rank 2", "--nnodes 2"]),
     ([TINY, "--nproc-per-node", "3"], ["--nproc-per-node 3", "8 ranks"]),
@@ -96,10 +97,12 @@ def taken_port() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def refused(settings: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def refused(
+    settings: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *options: str
+) -> str:
     """The one line with which a real start is refused before any rendezvous."""
     monkeypatch.setattr(agent, "launch", lambda *_: pytest.fail("met other nodes"))
-    assert main([TINY, *(word for setting in settings for word in ("--set", setting))]) == 2
+    assert main([TINY, *(word for setting in settings for word in ("--set", setting)), *options]) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert said.out == ""
@@ -142,3 +145,34 @@ def test_a_node_that_cannot_lead_needs_no_exporter(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(agent, "launch", lambda *_: (0, "elsewhere"))
     second = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "localhost:1"]
     assert main([TINY, "--set", "log.wandb=tests", *second]) == 0
+
+
+NOT_HERE: list[tuple[list[str], list[str]]] = [
+    (["--resume", "nowhere"], ["--resume 'nowhere'", "auto"]),
+    (["--resume", "7", "--run-dir", "empty"], ["step 7", "empty/checkpoints"]),
+    (["--set", "model.init_from=nowhere"], ["nowhere"]),
+    (["--log-dir", "file/logs"], ["--log-dir 'file/logs'", "Not a directory"]),
+    (["--set", "checkpoint.dir=file/a", "--set", "checkpoint.every=1"], ["checkpoint.dir 'file/a'"]),
+    (["--set", "data.path=nowhere.txt"], ["nowhere.txt", "No such file"]),
+]
+
+
+@pytest.mark.parametrize(("options", "facts"), NOT_HERE, ids=[" ".join(options) for options, _ in NOT_HERE])
+def test_what_this_node_does_not_have_is_told_before_the_rendezvous(
+    options: list[str],
+    facts: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    line = refused([], capsys, monkeypatch, *options)
+    assert all(fact in line for fact in facts), line
+
+
+def test_a_gpu_that_is_not_there_is_told_before_the_rendezvous(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "train.device=cuda" in refused(["train.device=cuda"], capsys, monkeypatch)

@@ -16,12 +16,11 @@ from types import FrameType
 
 from rich.console import Console
 
-from ntp.config import Config, load_config
+from ntp.config import load_config
 from ntp.errors import NtpError
 from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
 from ntp.topology import parse_failed, read_rank_map
-from ntp_launcher.exporters import check_exporters
 from ntp_launcher.flags import Nodes, OneLineParser, add_torchrun_flags, nodes_from
 from ntp_launcher.job import Display, Job
 from ntp_launcher.memory_view import parse_memory
@@ -145,10 +144,9 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _launch(job: Job, nodes: Nodes) -> int:
     """Starts the agent. torch is imported here and not before: a dry run does without."""
     from ntp_launcher import agent
+    from ntp_launcher.preflight import check_node
 
-    if nodes.node_rank in (0, None):  # may come to lead, and then exports
-        check_exporters(job.config.log)
-    _check_data(job.config)
+    check_node(job, nodes)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     code, message = agent.launch(job, nodes)
@@ -157,13 +155,6 @@ def _launch(job: Job, nodes: Nodes) -> int:
     else:
         sys.stdout.write(f"ntp-launch: done, results in {message}\n")
     return code
-
-
-def _check_data(config: Config) -> None:
-    """Opens the data once, so that a bad file is reported here and not by every worker."""
-    from ntp.data import datasets_of
-
-    datasets_of(config)
 
 
 def _complain(message: str) -> None:
