@@ -20,6 +20,7 @@ from ntp_launcher import (
     report_cli,
     store_cli,
 )
+from ntp_launcher.ending import ending
 from ntp_launcher.flags import OneLineParser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -30,7 +31,11 @@ _DIRECTORIES = ("DIR", "RUN_DIR", "OUT")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = build_parser().parse_args(argv)
-    sys.stdout.writelines(completion(parser, args.shell) for parser in parsers())
+    return ending("ntp-completion", lambda: _print(args.shell))
+
+
+def _print(shell: str) -> int:
+    sys.stdout.writelines(completion(parser, shell) for parser in parsers())
     return 0
 
 

@@ -7,7 +7,7 @@ number: a job whose node count may change is asked for with standbys. Under Slur
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -83,7 +83,7 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
         type=_endpoint,
     )
     add("master_addr", "host of the rendezvous, another spelling of its endpoint")
-    add("master_port", "port that goes with --master-addr", type=_count, default="29500")
+    add("master_port", "port that goes with --master-addr", type=port_number, default="29500")
     add("local_addr", "address under which other nodes reach this one")
     add("max_restarts", "restarts of all workers before the job fails", type=_count, default="0")
     add("monitor_interval", "seconds between looks at the workers", type=_seconds, default="0.1")
@@ -151,10 +151,20 @@ def _is_local(endpoint: str) -> bool:
     return endpoint.startswith("[::1]") or endpoint.partition(":")[0] in _LOCAL_HOSTS
 
 
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, found {text!r}")
-    return int(text)
+def number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A type for options: whole numbers from `least` to `most`, both included."""
+    span = f"of {least} or more" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= (most or int(text)):
+            raise argparse.ArgumentTypeError(f"expected a number {span}, found {text!r}")
+        return int(text)
+
+    return parse
+
+
+_count = number(0)
+port_number = number(0, 65535)
 
 
 def _seconds(text: str) -> float:

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ntp_launcher.flags import OneLineParser
+from ntp_launcher.flags import OneLineParser, port_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     parser = OneLineParser(prog="ntp-store", description="Serve control stores of jobs.", allow_abbrev=False)
-    parser.add_argument("--port", type=int, default=29400, help="TCP port, 0 = any free one (default: 29400)")
+    parser.add_argument(
+        "--port", type=port_number, default=29400, help="TCP port, 0 = any free one (default: 29400)"
+    )
     return parser
 
 
