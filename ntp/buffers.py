@@ -157,10 +157,13 @@ class NonuniformTPParamAndGradBuffer(ParamAndGradBuffer):
         return mesh.workers
 
     def carried_by(self, spec: ParameterSpec, replica: Replica) -> OwnerTable:
+        """By the owner tables: one carrier per replica for what is replicated."""
         return carriers(spec, replica)
 
     def held_by(self, spec: ParameterSpec, replica: Replica) -> OwnerTable:
+        """By the owner tables: every rank of the replica that holds a copy."""
         return holders(spec, replica)
 
     def counts(self, spec: ParameterSpec) -> bool:
+        """Always: a unit has one carrier in a replica, so no slice is there twice."""
         return True

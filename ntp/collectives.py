@@ -68,7 +68,7 @@ class Group(ABC):
         return self.ranks[self.rank] == min(self.ranks)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
-        """Combine `tensor` over the group in place; a sum takes integers only."""
+        """Combine `tensor` (any shape, the same on every rank) in place; a sum takes integers only."""
         assert op == "max" or not tensor.is_floating_point(), "a floating-point sum depends on its order"
         if self.size > 1:
             self._all_reduce(tensor, op)
@@ -189,6 +189,7 @@ class TorchGroup(Group):
         self._aborted = False
 
     def confirm(self) -> None:
+        """Raises MembershipChangedError where the generation is over."""
         self._check()
 
     def abort(self) -> None:
@@ -302,6 +303,7 @@ class TorchFabric:
         self._groups: list[TorchGroup] = []
 
     def group(self, ranks: Sequence[int], on_host: bool = False) -> Group | None:
+        """See `Fabric`. Raises PeerLostError where a peer does not come in time."""
         options: dict[str, Any] = {"backend": "gloo"} if on_host else {}
         self._check()
         try:

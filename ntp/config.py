@@ -280,6 +280,14 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _faults_are_on_the_mesh(self) -> Self:
+        for fault in self.faults:
+            if fault.place.rank >= self.parallel.world_size:
+                last = self.parallel.world_size - 1
+                raise ValueError(f"faults name rank {fault.place.rank}, the mesh has ranks 0 to {last}")
+        return self
+
+    @model_validator(mode="after")
     def _timeouts_nest(self) -> Self:
         for outer in ("step_timeout_s", "checkpoint_timeout_s") if self.elastic.enabled else ():
             below(self.train, "timeout_s", self.elastic, outer, ("train.", "elastic."))

@@ -19,12 +19,23 @@ _POLL_S = 0.02
 
 
 class Store(Protocol):
-    """The part of a c10d store that a worker needs."""
+    """The part of a c10d store that is needed. A lost store shows as RuntimeError."""
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
+    def set(self, key: str, value: str, /) -> None:
+        """Writes, over what was there."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Reads; waits for the key, as long as the store's time-out."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Counts; returns the new number. 0 reads it."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
 
 
 class FencedError(RuntimeError):

@@ -98,11 +98,14 @@ def split_held_out(corpus: Corpus, fraction: float) -> tuple[Corpus, Corpus]:
     """
     assert 0 <= fraction < 1
     held_out = np.zeros(len(corpus.starts), dtype=bool)
-    if fraction > 0:
-        for d, (start, length) in enumerate(zip(corpus.starts, corpus.lengths, strict=True)):
-            digest = hashlib.blake2b(corpus.tokens[start : start + length].tobytes(), digest_size=8).digest()
-            held_out[d] = int.from_bytes(digest, "little") < fraction * 2**64
-    return _select(corpus, ~held_out), replace(_select(corpus, held_out), name=f"{corpus.name} (held out)")
+    for d, (start, length) in enumerate(zip(corpus.starts, corpus.lengths, strict=True)):
+        digest = hashlib.blake2b(corpus.tokens[start : start + length].tobytes(), digest_size=8).digest()
+        held_out[d] = int.from_bytes(digest, "little") < fraction * 2**64
+    return _side(corpus, ~held_out, "for training"), _side(corpus, held_out, "held out")
+
+
+def _side(corpus: Corpus, chosen: NDArray[np.bool_], side: str) -> Corpus:
+    return replace(_select(corpus, chosen), name=f"{corpus.name} ({side}: {chosen.sum()} of {len(chosen)})")
 
 
 def _select(corpus: Corpus, chosen: NDArray[np.bool_]) -> Corpus:

@@ -155,10 +155,10 @@ def open_datasets(
         )
     corpora = [(open_corpus(Path(path), opened, cache_dir), weight) for path, weight in paths]
     corpora = corpora or [(open_corpus(None, opened, cache_dir), 1.0)]
+    if held_out == 0:
+        return Datasets(Dataset(corpora, sequence_length, seed), None, opened)
     splits = [(split_held_out(corpus, held_out), weight) for corpus, weight in corpora]
     train = Dataset([(kept, weight) for (kept, _), weight in splits], sequence_length, seed)
-    if held_out == 0:
-        return Datasets(train, None, opened)
     return Datasets(train, Dataset([(away, w) for (_, away), w in splits], sequence_length, seed=0), opened)
 
 
@@ -179,10 +179,11 @@ class _Stream:
     """The endless stream of one source and its cut into sequences. Keeps the latest passes' orders."""
 
     def __init__(self, corpus: Corpus, length: int, seed: int, source: int) -> None:
+        documents = len(corpus.lengths)
         if corpus.total < length + 1:
             raise DataError(
-                f"data source {corpus.name!r} has {corpus.total} tokens in {len(corpus.lengths)} documents; "
-                f"a sequence length of {length} needs at least {length + 1} tokens"
+                f"data source {corpus.name!r} has {corpus.total} tokens in {documents} "
+                f"document{'s' * (documents != 1)}; train.seq_len={length} needs at least {length + 1} tokens"
             )
         self._corpus, self._length, self._seed, self._source = corpus, length, seed, source
         self._total = corpus.total

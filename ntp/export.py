@@ -23,6 +23,7 @@ from ntp.config import ModelConfig
 from ntp.errors import CheckpointError, HuggingFaceError
 from ntp.hugging_face import CONFIG, INDEX, SINGLE, config_json, logical_tensors, read_json
 from ntp.parameters import parameter_specs
+from ntp.run_directory import check_run
 from ntp.tokenizer import ByteTokenizer
 from ntp.yaml_text import load_mapping
 
@@ -51,7 +52,8 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str | None 
         The step that was exported and the dtype.
 
     Raises:
-        CheckpointError, HuggingFaceError: no sound checkpoint; `out` is in use; the source folder is gone.
+        RunError, CheckpointError, HuggingFaceError: `run_dir` is none; no sound checkpoint; `out` is in use;
+            the source folder is gone.
     """
     checkpoint, manifest = _sound_checkpoint(run_dir, step)
     model, tokenizer, seq_len = _what_was_trained(checkpoint, manifest)
@@ -71,6 +73,7 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str | None 
 
 def _sound_checkpoint(run_dir: Path, step: int | None) -> tuple[Path, Manifest]:
     """The newest checkpoint whose manifest and files are whole; the values are verified as they are read."""
+    check_run(run_dir)
     section = load_mapping(run_dir / "resolved.yaml").get("checkpoint") or {}
     directory = Path(section["dir"]) if section.get("dir") else run_dir / "checkpoints"
     candidates, _ = resume_candidates("auto" if step is None else str(step), directory)
@@ -83,7 +86,9 @@ def _sound_checkpoint(run_dir: Path, step: int | None) -> tuple[Path, Manifest]:
                 raise
             continue
         return path, manifest
-    raise CheckpointError(f"no checkpoint in {str(directory)!r}")
+    raise CheckpointError(
+        f"no checkpoint in {str(directory)!r}; a run saves some where checkpoint.every is set"
+    )
 
 
 def _what_was_trained(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, str, int]:

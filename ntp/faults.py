@@ -88,16 +88,19 @@ class FaultyWatch:
         self._due = [fault for fault in faults if fault.place.rank == rank]
 
     def enter(self, phase: Phase, step: int) -> None:
+        """Tells the store, then dies, hangs or raises if that is due at this place."""
         self._control.enter(phase, step)
         for fault in self._take(phase, step, of_gradients=False):
             _ACTIONS[fault.kind]()
 
     def microbatch(self, step: int, gradients: "Tensor") -> None:
+        """Tells the store, then writes a NaN into `gradients` (flat, float32) if that is due."""
         self._control.microbatch(step, gradients)
         for _ in self._take(Phase.STEP, step, of_gradients=True):
             gradients[0] = float("nan")
 
     def wants_switch(self) -> bool:
+        """As the store says."""
         return self._control.wants_switch()
 
     def _take(self, phase: Phase, step: int, of_gradients: bool) -> list[Fault]:

@@ -49,6 +49,7 @@ class GraphedSegments:
         self._is_warm = False
 
     def __call__(self, *stream: Tensor) -> Tensors:
+        """The outputs of the last segment for inputs of the first."""
         if not torch.is_grad_enabled() or not self._is_warm or not self._group.exchange.can_be_captured:
             self._is_warm = self._is_warm or torch.is_grad_enabled()
             for segment in self._segments:

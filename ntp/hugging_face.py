@@ -111,7 +111,11 @@ class Weights:
                 )
 
     def check_tie(self, spec: ParameterSpec, units: UnitRange, embedding: Tensor) -> None:
-        """Raises HuggingFaceError where a head that is stored beside a tied embedding differs from it."""
+        """Raises HuggingFaceError where a head that is stored beside a tied embedding differs from it.
+
+        Args:
+            embedding: float32 [units, unit elements].
+        """
         part = spec.parts[0]
         head = Part(_HEAD, part.offset, part.rows, part.size)
         values = torch.zeros(len(units), *spec.unit_shape)
@@ -271,7 +275,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def logical_tensors(spec: ParameterSpec, stored: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Name and values of the Hugging Face tensors of a parameter, from all its units."""
+    """Name and values of the Hugging Face tensors of a parameter, from its units [units, unit elements]."""
     shaped = stored.view(spec.units, *spec.unit_shape)
     for part in spec.parts:
         rows = shaped[:, part.offset : part.offset + part.rows].flatten(0, 1)[: part.size]

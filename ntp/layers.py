@@ -46,6 +46,7 @@ class ColumnParallelLinear:
     last_use: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [M, D]; returns [M, U, R], U being the units of this rank."""
         return ops.column_linear(x, self.weight, self.group, self.bias, self.last_use)
 
 
@@ -57,6 +58,7 @@ class RowParallelLinear:
     group: Group
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [M, U, R], of this rank's units; returns [M, D], the same on every rank."""
         return ops.row_linear(x, self.weight, self.group)
 
 
@@ -68,6 +70,7 @@ class VocabParallelEmbedding:
     group: Group
 
     def __call__(self, ids: Tensor) -> Tensor:
+        """ids int64 [M], the same on every rank; returns [M, D], likewise."""
         return ops.embedding(ids, self.weight, self.group)
 
 
@@ -79,6 +82,7 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x and residual [M, D], None in the first layer; returns two [M, D]."""
         if residual is None:
             return ops.rms_norm(x, self.weight, self.eps), x
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
@@ -101,6 +105,7 @@ class Attention:
     recompute: bool = False
 
     def __call__(self, x: Tensor, packing: Packing) -> Tensor:
+        """x [M, D], normalised; returns [M, D], to be added to the residual."""
         mixed = recomputed(self.mixed, x, packing) if self.recompute else self.mixed(x, packing)
         return self.output(mixed)
 
@@ -127,6 +132,7 @@ class FeedForward:
     group: Group
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x and residual [M, D]; returns the output, to be added to the residual, and x + residual."""
         return ops.feed_forward(x, residual, self.norm, self.gate_up, self.down, self.eps, self.group)
 
 

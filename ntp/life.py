@@ -10,6 +10,7 @@ stays. The states of a life:
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -104,7 +105,9 @@ class Life:
             except (PeerLostError, MembershipChangedError) as error:
                 # Its frames hold process groups; while those live, peers wait for this process.
                 lost = type(error)(str(error))
-                _log.warning("rank %d left generation %d: %s", self._job.rank, generation.generation, error)
+                rank, reason = self._job.rank, _in_short(error)
+                _log.warning("rank %d left generation %d: %s", rank, generation.generation, reason)
+                _log.debug("%s", error)
             self._left = time.time()
 
     def _next_generation(self, lost: RuntimeError | None) -> Generation | None:
@@ -244,7 +247,7 @@ class _Era:
         )
 
     def train(self) -> None:
-        """Train until the generation is over or the job finished."""
+        """Train until the job finished. Raises MembershipChangedError where the generation is over before."""
         if self._trainer is None:
             self._stand_by()
             return
@@ -314,3 +317,9 @@ class _Era:
         while not self._control.has(FINISHED):
             self._control.check()
             time.sleep(_STANDBY_POLL_S / 10)
+
+
+def _in_short(error: RuntimeError) -> str:
+    """The first sentence, without the place in the transport's source and its advice to look for bugs."""
+    text = re.sub(r"^\[[^\]]*\] *", "", " ".join(str(error).split()))
+    return text.partition(". ")[0]

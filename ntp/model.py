@@ -42,13 +42,24 @@ class Tokens(Protocol):
     """A microbatch of M tokens, whole sequences one after the other (see `ntp.data.Batch`)."""
 
     @property
-    def inputs(self) -> Tensor: ...  # int64 [M]
+    def inputs(self) -> Tensor:
+        """Ids, int64 [M]."""
+        ...
+
     @property
-    def targets(self) -> Tensor: ...  # int64 [M], -100 where there is nothing to predict
+    def targets(self) -> Tensor:
+        """The ids that follow, int64 [M]; -100 where there is nothing to predict."""
+        ...
+
     @property
-    def documents(self) -> Tensor: ...  # int32 [M]
+    def documents(self) -> Tensor:
+        """Which document a token is of, int32 [M]; attention stays inside."""
+        ...
+
     @property
-    def positions(self) -> Tensor: ...  # int32 [M], below seq_len
+    def positions(self) -> Tensor:
+        """The place in the document, int32 [M], below seq_len."""
+        ...
 
 
 class Model:

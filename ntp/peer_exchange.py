@@ -80,12 +80,14 @@ class PeerExchange(CutExchange):
         self._backlog = Backlog()
 
     def parts(self, tokens: int) -> Sequence[slice]:
+        """See `CutExchange`."""
         whole = _ROWS * self._group.size
         count = max(1, min(PARTS, tokens // _LEAST_PART))
         edges = [tokens * index // count // whole * whole for index in range(count)]
         return [slice(first, last) for first, last in pairwise([*edges, tokens])]
 
     def output(self, like: Tensor) -> Tensor:
+        """See `CutExchange`."""
         self._check()
         if self._products is None or not self._products.fits(like):
             if self._products is not None:
@@ -94,6 +96,7 @@ class PeerExchange(CutExchange):
         return self._products.next_output(like.shape[0])
 
     def shares(self, output: Tensor, rows: slice) -> Sequence[Share]:
+        """See `CutExchange`."""
         for arrivals in self._arriving.values():
             for arrival in arrivals:
                 if rows.start < arrival.rows.stop and arrival.rows.start < rows.stop:
@@ -101,6 +104,7 @@ class PeerExchange(CutExchange):
         return self._open_products.shares(rows)
 
     def gather(self, norms: Tensor, total_units: int, first_unit: int, rows: slice) -> Tensor:
+        """See `CutExchange`."""
         self._check()
         elements = total_units * norms.shape[1]
         if self._norms is None or elements > self._norms.capacity:
@@ -110,6 +114,7 @@ class PeerExchange(CutExchange):
         return self._norms.gather(norms, total_units, first_unit, region=int(rows.start > 0))
 
     def start(self, shares: Sequence[Share], output: Tensor, finish: Finish) -> None:
+        """See `CutExchange`."""
         self._check()
         rows = slice(min(share.rows.start for share in shares), max(share.rows.stop for share in shares))
         self._side.wait_stream(torch.cuda.current_stream())
@@ -124,6 +129,7 @@ class PeerExchange(CutExchange):
                 self._started.popleft().synchronize()
 
     def wait(self, output: Tensor, rows: slice | None = None) -> None:
+        """See `CutExchange`."""
         arrivals = self._arriving.get(output.data_ptr(), [])
         for arrival in [a for a in arrivals if rows is None or a.rows.start < rows.stop]:
             arrival.event.wait()
@@ -132,26 +138,32 @@ class PeerExchange(CutExchange):
             self._arriving.pop(output.data_ptr(), None)
 
     def defer(self, work: Callable[[], None], flops: float) -> None:
+        """See `CutExchange`."""
         self._backlog.add(work, flops)
 
     def cover(self, elements: int) -> None:
+        """See `CutExchange`."""
         size = self._group.size
         seconds = 2 * elements * (size - 1) / size / _BYTES_PER_SECOND
         self._backlog.run(_COVERED * seconds * _FLOPS)
 
     def flush(self) -> None:
+        """See `CutExchange`."""
         self._backlog.run()
 
     @property
     def can_be_captured(self) -> bool:
+        """See `CutExchange`."""
         return True
 
     def release(self) -> None:
+        """See `CutExchange`."""
         for owner in (self._products, self._norms):
             if owner is not None:
                 owner.memory.release()
 
     def close(self) -> None:
+        """See `CutExchange`."""
         for owner in (self._products, self._norms):
             if owner is not None:
                 owner.memory.close()

@@ -34,6 +34,7 @@ class Rectangle:
 
     @property
     def elements(self) -> int:
+        """How many numbers."""
         return len(self.units) * (self.stop - self.start)
 
     def of(self, tensor: Tensor, held: UnitRange, first: int = 0) -> Tensor:

@@ -1,14 +1,31 @@
-"""What a run leaves behind: `metrics.jsonl`, a line per committed step, and `summary.json` at the end."""
+"""What a run leaves behind: `metrics.jsonl`, a line per committed step, and `summary.json` at the end.
+
+Whoever reads it is told in one line what is missing or damaged.
+"""
 
 import json
 import os
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from ntp.evidence import StateHashes
+from ntp.config import Config, load_config
+from ntp.errors import NtpError
 from ntp.plan import Plan
-from ntp.trainer import StepResult, Usage
+
+if TYPE_CHECKING:  # whoever only reads a run does without torch
+    from ntp.evidence import StateHashes
+    from ntp.trainer import StepResult, Usage
+
+
+_STEP_KEYS = ("step", "loss", "loss_bits", "tokens_per_s", "generation")
+_MOST_RUNS = 5  # named where a folder of runs was given
+
+
+class RunError(NtpError):
+    """A folder is not a run's, or what a run leaves behind is missing or damaged."""
 
 
 def bits_of(value: float) -> str:
@@ -16,7 +33,7 @@ def bits_of(value: float) -> str:
     return struct.pack(">d", value).hex()
 
 
-def metrics_line(result: StepResult, seconds: float | None, generation: int) -> dict[str, object]:
+def metrics_line(result: "StepResult", seconds: float | None, generation: int) -> dict[str, object]:
     """One line of `metrics.jsonl`; `seconds` is None where whoever measured the step has gone."""
     return {
         "step": result.step,
@@ -34,7 +51,7 @@ def metrics_line(result: StepResult, seconds: float | None, generation: int) -> 
 
 
 def summary(
-    plan: Plan, step: int, result: StepResult | None, hashes: StateHashes, usage: Usage, wall_s: float
+    plan: Plan, step: int, result: "StepResult | None", hashes: "StateHashes", usage: "Usage", wall_s: float
 ) -> dict[str, object]:
     """The content of `summary.json`; `step` is the last one, `result` its own where this run computed it."""
     return {
@@ -62,9 +79,9 @@ class Metrics:
         temporary.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def append(self, line: dict[str, object]) -> None:
-        """Write one line, complete on disk before the next step."""
-        self._file.write(json.dumps(line) + "\n")
+    def append(self, line: str) -> None:
+        """Write one line of JSON, complete on disk before the next step."""
+        self._file.write(f"{line}\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -77,6 +94,59 @@ def read_lines(path: Path) -> list[str]:
     if not path.exists():
         return []
     return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
+
+
+def check_run(run_dir: Path) -> None:
+    """Raises RunError for a folder that is not a run's."""
+    if not (run_dir / "resolved.yaml").is_file():
+        runs = sorted(found.parent.name for found in run_dir.glob("*/resolved.yaml"))[-_MOST_RUNS:]
+        advice = f"; name one of the runs in it, such as {', '.join(runs)}" if runs else ""
+        raise RunError(f"{str(run_dir)!r} is not a run directory: it has no resolved.yaml{advice}")
+
+
+def read_config(run_dir: Path) -> Config:
+    """The configuration of a run. Raises RunError for another folder, ConfigError for what cannot be read."""
+    check_run(run_dir)
+    return load_config(run_dir / "resolved.yaml")
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`; none where the file is missing. Raises RunError for a damaged one."""
+    return read_objects(run_dir / "metrics.jsonl", _STEP_KEYS)
+
+
+def read_objects(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The lines of a `.jsonl` file, which have these keys and may have more. Raises RunError."""
+    try:
+        lines = read_lines(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(
+            f"cannot read {str(path)!r}: {getattr(error, 'strerror', 'it is not UTF-8 text')}"
+        ) from None
+    return [_object(path, number, line, keys) for number, line in enumerate(lines, start=1)]
+
+
+def _object(path: Path, number: int, line: str, keys: Sequence[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict) or any(key not in value for key in keys):
+        raise RunError(
+            f"{str(path)!r} is not what a run writes: line {number} is no JSON object with {', '.join(keys)}"
+        )
+    return cast("dict[str, Any]", value)
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """`summary.json`; {} where the run has not ended well. Raises RunError for a damaged one."""
+    path = run_dir / "summary.json"
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise RunError(f"{str(path)!r} is not what a run writes: it is not JSON") from None
 
 
 def write_json(path: Path, values: dict[str, object]) -> None:

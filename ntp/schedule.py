@@ -22,14 +22,17 @@ class Node:
 
     @property
     def sibling(self) -> "Node":
+        """The other child of the parent."""
         return Node(self.level, self.index ^ 1)
 
     @property
     def parent(self) -> "Node":
+        """The node one level up, of which this is a half."""
         return Node(self.level + 1, self.index >> 1)
 
     @property
     def first_group(self) -> int:
+        """The leftmost of the groups that it covers."""
         return self.index << self.level
 
 

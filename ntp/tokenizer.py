@@ -88,8 +88,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocabulary_size: int) -> None:
     """Raise `DataError` when the tokenizer can produce an id that the model's vocabulary does not hold."""
     if tokenizer.vocabulary_size > vocabulary_size:
         raise DataError(
-            f"the tokenizer's vocabulary is {tokenizer.vocabulary_size}, the model's only {vocabulary_size}; "
-            f"set the model's to at least {tokenizer.vocabulary_size}"
+            f"model.vocab_size={vocabulary_size} is below the tokenizer's {tokenizer.vocabulary_size} ids; "
+            f"set model.vocab_size to at least {tokenizer.vocabulary_size}"
         )
 
 

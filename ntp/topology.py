@@ -29,9 +29,7 @@ def parse_failed(texts: Sequence[str], dp: int, tp: int, standbys: int) -> froze
     for name in _names(texts):
         rank = _rank(name, dp, tp, world)
         if rank in failed:
-            raise TopologyError(
-                f"failed rank {name!r} is given twice (rank {rank}, first as {failed[rank]!r})"
-            )
+            raise TopologyError(f"rank {name!r} is given twice (rank {rank}, first as {failed[rank]!r})")
         failed[rank] = name
     if len(failed) == world:
         raise TopologyError(
@@ -86,12 +84,12 @@ def _rank(name: str, dp: int, tp: int, world: int) -> int:
     if _RANK.fullmatch(name):
         rank = int(name)
         if rank >= world:
-            raise TopologyError(f"failed rank {name!r} is out of range: the mesh has ranks 0 to {world - 1}")
+            raise TopologyError(f"rank {name!r} is out of range: the mesh has ranks 0 to {world - 1}")
         return rank
     coordinate = _COORDINATE.fullmatch(name)
     if coordinate is None:
-        raise TopologyError(f"cannot parse failed rank {name!r}: expected 3, dp=0/tp=3 or @file")
+        raise TopologyError(f"cannot parse rank {name!r}: expected 3, dp=0/tp=3 or @file")
     replica, position = int(coordinate[1]), int(coordinate[2])
     if replica >= dp or position >= tp:
-        raise TopologyError(f"failed rank {name!r} is out of range: the mesh is dp={dp} x tp={tp}")
+        raise TopologyError(f"rank {name!r} is out of range: the mesh is dp={dp} x tp={tp}")
     return replica * tp + position

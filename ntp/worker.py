@@ -43,6 +43,7 @@ class Surroundings:
 
     @classmethod
     def from_environment(cls) -> "Surroundings":
+        """Reads what `ntp_launcher.environment` set. Raises KeyError outside of a launcher."""
         return cls(
             rank=int(os.environ["RANK"]),
             local_rank=int(os.environ["LOCAL_RANK"]),

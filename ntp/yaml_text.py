@@ -35,7 +35,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_mapping(path: str | Path) -> dict[str, Any]:
-    """The mapping in the YAML file at `path`; an empty file is an empty mapping."""
+    """The mapping in the YAML file at `path`; an empty file is an empty mapping. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -51,7 +51,7 @@ def load_mapping(path: str | Path) -> dict[str, Any]:
 
 
 def load_value(text: str, origin: str) -> Any:
-    """The value of YAML `text`; `origin` names it in the error."""
+    """The value of YAML `text`; `origin` names it in the ConfigError that bad text raises."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -81,7 +81,10 @@ def line_of(text: str, keys: Sequence[str | int]) -> int:
 
 
 def to_json(tree: dict[str, Any]) -> str:
-    """JSON text of a loaded tree. What JSON has no type for (dates) becomes a string."""
+    """JSON text of a loaded tree. What JSON has no type for (dates) becomes a string.
+
+    Raises ConfigError for a tree that contains itself or has keys that JSON cannot hold.
+    """
     try:
         return json.dumps(tree, default=str)
     except (TypeError, ValueError, RecursionError) as error:

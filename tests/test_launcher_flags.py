@@ -10,7 +10,7 @@ from ntp_launcher.placement import block_size, local_ranks, node_ranks
 def nodes(*argv: str, **environ: str) -> Nodes:
     parser = OneLineParser(prog="test", allow_abbrev=False)
     add_torchrun_flags(parser, environ)
-    return nodes_from(parser.parse_args(argv))
+    return nodes_from(parser.parse_args(argv), environ)
 
 
 def test_both_spellings_of_every_option_mean_the_same() -> None:
@@ -57,6 +57,19 @@ def test_one_node_meets_on_a_port_of_its_own() -> None:
 def test_a_master_address_is_a_static_rendezvous() -> None:
     given = nodes("--nnodes=2", "--master-addr", "10.0.0.1", "--master_port", "7000")
     assert (given.rdzv_backend, given.rdzv_endpoint) == ("static", "10.0.0.1:7000")
+
+
+STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+TWO = ("--nnodes=2", "--rdzv-endpoint=host:1234")
+
+
+def test_slurms_rank_of_a_node_counts_where_the_step_is_the_job() -> None:
+    assert nodes(*TWO, **STEP).node_rank == 1
+    assert nodes(*TWO, "--node-rank=0", **STEP).node_rank == 0
+    assert nodes(**STEP).node_rank is None  # one node of a larger step, a job of its own
+    assert nodes(*TWO, **{**STEP, "SLURM_STEP_NUM_NODES": "3"}).node_rank is None
+    with pytest.raises(LaunchError, match=r"16 agents on 2 nodes.*--ntasks-per-node=1"):
+        nodes(*TWO, **{**STEP, "SLURM_STEP_NUM_TASKS": "16"})
 
 
 @pytest.mark.parametrize(

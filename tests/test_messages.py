@@ -1,8 +1,12 @@
 """Wrong invocations: each message is one line that names what was asked, what was found and what to do."""
 
+import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ntp_launcher import agent
 from ntp_launcher.cli import main
 
 TINY = str(Path(__file__).parent.parent / "configs" / "tiny-cpu.yaml")
@@ -26,6 +30,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     ([TINY, "--set", "model.vocab_size=100"], ["100", "257"]),
     ([TINY, "--set", "train.timeout_s=500"], ["train.timeout_s=500", "elastic.step_timeout_s=180"]),
     ([TINY, "--set", "log.prometheus_port=70000"], ["log.prometheus_port", "70000"]),
+    ([TINY, "--set", "faults=[{kill: {rank: 30, step: 7}}]"], ["faults", "30", "0 to 7"]),
     ([TINY, "--nnodes", "2"], ["--nnodes 2", "--rdzv-endpoint"]),
     ([TINY, "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], ["--node-rank 2", "--nnodes 2"]),
     ([TINY, "--nproc-per-node", "3"], ["--nproc-per-node 3", "8 ranks"]),
@@ -72,3 +77,102 @@ def test_a_wrong_option_is_told_the_same_way(
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert all(fact in line for fact in facts), line
+
+
+class _NoLogin:
+    """W&B where nobody has logged in."""
+
+    class Error(Exception):
+        """As `wandb.Error`."""
+
+    def login(self) -> None:
+        raise self.Error("No API key configured.")
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def refused(
+    settings: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *options: str
+) -> str:
+    """The one line with which a real start is refused before any rendezvous."""
+    monkeypatch.setattr(agent, "launch", lambda *_: pytest.fail("met other nodes"))
+    assert main([TINY, *(word for setting in settings for word in ("--set", setting)), *options]) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == ""
+    return line
+
+
+@pytest.mark.parametrize(
+    ("setting", "package"), [("log.tensorboard=true", "tensorboard"), ("log.wandb=tests", "wandb")]
+)
+def test_an_exporter_that_is_not_installed_is_refused_before_the_rendezvous(
+    setting: str, package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    line = refused([setting], capsys, monkeypatch)
+    assert setting in line
+    assert f"pip install 'ntp-trainer[{package}]'" in line
+
+
+def test_a_missing_login_is_refused_before_the_rendezvous(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", _NoLogin())
+    line = refused(["log.wandb=tests"], capsys, monkeypatch)
+    assert "log.wandb=tests" in line
+    assert "No API key" in line
+
+
+def test_an_address_that_cannot_be_had_is_refused_before_the_rendezvous(
+    taken_port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = refused([f"log.prometheus_port={taken_port}"], capsys, monkeypatch)
+    assert f"log.prometheus_port={taken_port}" in line
+    assert "in use" in line
+    line = refused(["log.prometheus_port=0", "log.prometheus_host=203.0.113.1"], capsys, monkeypatch)
+    assert "log.prometheus_host=203.0.113.1" in line
+
+
+def test_a_node_that_cannot_lead_needs_no_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(agent, "launch", lambda *_: (0, "elsewhere"))
+    second = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "localhost:1"]
+    assert main([TINY, "--set", "log.wandb=tests", *second]) == 0
+
+
+NOT_HERE: list[tuple[list[str], list[str]]] = [
+    (["--resume", "nowhere"], ["--resume 'nowhere'", "auto"]),
+    (["--resume", "7", "--run-dir", "empty"], ["step 7", "empty/checkpoints"]),
+    (["--set", "model.init_from=nowhere"], ["nowhere"]),
+    (["--log-dir", "file/logs"], ["--log-dir 'file/logs'", "Not a directory"]),
+    (["--set", "checkpoint.dir=file/a", "--set", "checkpoint.every=1"], ["checkpoint.dir 'file/a'"]),
+    (["--set", "data.path=nowhere.txt"], ["nowhere.txt", "No such file"]),
+]
+
+
+@pytest.mark.parametrize(("options", "facts"), NOT_HERE, ids=[" ".join(options) for options, _ in NOT_HERE])
+def test_what_this_node_does_not_have_is_told_before_the_rendezvous(
+    options: list[str],
+    facts: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    line = refused([], capsys, monkeypatch, *options)
+    assert all(fact in line for fact in facts), line
+
+
+def test_a_gpu_that_is_not_there_is_told_before_the_rendezvous(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "train.device=cuda" in refused(["train.device=cuda"], capsys, monkeypatch)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ntp_launcher import doctor_cli, report_cli
 from ntp_launcher.doctor import disk_verdict, torch_verdict
-from ntp_launcher.svg import Series, lines
+from ntp_launcher.svg import WIDTH, Series, Span, lines, stacked, timeline
 
 from ntp.config import dump_yaml, load_config
 from tests.test_progress_view import TINY, line
@@ -58,6 +58,30 @@ def test_a_long_series_keeps_its_spikes() -> None:
     points = [(float(x), 100.0 if x == 7777 else 1.0) for x in range(100000)]
     assert lines([Series("a", points, "s0")], "step").count(",") < 700
     assert "100" in lines([Series("a", points, "s0")], "step")
+
+
+def test_no_label_leaves_its_chart_or_meets_another() -> None:
+    """Letters of 12 px are at most 7 wide on the mean; what a phone shows is this, a little smaller."""
+    charts = [
+        lines([Series("a", [(0, 3.25e8), (99999, 3.35e8)], "s0")], "step"),
+        stacked([("20261128-042529-541"[-13:], [("a", 123.4, "f0"), ("b", 0.2, "f1")])], "s"),
+        timeline([f"rank {rank}" for rank in range(504, 512)], [Span(0, 0, 4321.0, "up", "")], "seconds"),
+    ]
+    for chart in charts:
+        labels = [label_span(*found) for found in re.findall(r"<text ([^>]*)>([^<]*)<", chart)]
+        assert len(labels) > 1
+        for y, start, stop in labels:
+            assert start >= 0, chart
+            assert stop <= WIDTH, chart
+            assert not any(y == b and max(start, x) < min(stop, z) for b, x, z in labels if x != start)
+
+
+def label_span(attributes: str, text: str) -> tuple[float, float, float]:
+    """Its line, and from where to where it goes."""
+    found = dict(re.findall(r'([a-z-]+)="([^"]*)"', attributes))
+    x, wide = float(found["x"]), 7.0 * len(text)
+    start = {"end": x - wide, "middle": x - wide / 2}.get(found.get("text-anchor", ""), x)
+    return float(found["y"]), start, start + wide
 
 
 def test_the_doctor_looks_at_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

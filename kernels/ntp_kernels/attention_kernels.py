@@ -60,6 +60,10 @@ def forward_kernel(
     q_tiles, k_tiles, v_tiles, out_ptr, lse_ptr, bounds_ptr, seq_len, heads, scale2,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
+    """Write out [M, heads * H] and lse [M, heads] (natural log) of one query tile of one head.
+
+    Grid: heads, query tiles of a sequence, sequences; bounds_ptr holds each query's first visible key.
+    """
     head = tl.program_id(0)
     # The longest rows first: the short ones fill the gaps at the end.
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
@@ -144,6 +148,10 @@ def key_kernel(
     dk_part_ptr, dv_part_ptr, tokens, seq_len, heads, scale2,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
+    """Write what one query head gives to the gradients of one key tile, float32 [M, heads * H] each.
+
+    Grid: heads, key tiles of a sequence, sequences. `group_kernel` adds the heads of a group, in order.
+    """
     head = tl.program_id(0)
     unit_column = head // G * H
     column = head * H
@@ -227,6 +235,7 @@ def query_kernel(
     tokens, seq_len, heads, scale, scale2,
     G: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
+    """Write dq [M, heads * H] of one query tile of one head; grid as in `forward_kernel`."""
     head = tl.program_id(0)
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     base = tl.program_id(2) * seq_len

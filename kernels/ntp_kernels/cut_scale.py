@@ -124,7 +124,7 @@ _WINDOW = 1 << 22
 
 
 def as_rows(value: RowScale | torch.Tensor) -> RowScale:
-    """Return a row scale, or that of int32 exponents, whose factor leaves an allowance of 1."""
+    """Return a row scale, or that of int32 exponents [M], whose factor leaves an allowance of 1."""
     if isinstance(value, RowScale):
         return value
     bound = as_columns(value)
@@ -132,7 +132,7 @@ def as_rows(value: RowScale | torch.Tensor) -> RowScale:
 
 
 def as_columns(value: torch.Tensor) -> torch.Tensor:
-    """Return the f32 scale of either a scale or an int32 exponent: 2^e, NaN for POISON, 0 for a zero row."""
+    """Return the f32 scale [n] of a scale or of i32 exponents [n]: 2^e, NaN for POISON, 0 for a zero row."""
     if value.dtype == torch.float32:
         return value
     bits = (value.clamp(MIN_EXPONENT, 128) + 127) << 23

@@ -166,7 +166,7 @@ def attention_backward(
     scale: float,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of `attention`."""
+    """Return dq [M, U, G, H], dk and dv [M, U, H] of `attention`, from its inputs and outputs."""
     kernels = _kernels(q, "attention")
     return kernels.attention_backward(dout, q, k, v, out, lse, document, seq_len, scale, bounds)
 

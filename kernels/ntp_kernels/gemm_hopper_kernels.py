@@ -267,6 +267,11 @@ def gemm_kernel(
     SPLIT: gl.constexpr, BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
+    """Persistent: two consumer warp groups and a producer, which fills the rings that they empty.
+
+    a is [M, K], [K, M] where A_T; b is [K, N], [N, K] where B_T. The contract and the order of sums are in
+    `gemm_hopper`.
+    """
     a_ring = gl.allocate_shared_memory(
         gl.bfloat16, [SHARERS * STAGES] + a_desc.block_type.shape, a_desc.layout
     )

@@ -12,6 +12,7 @@ from .tuning import CANDIDATES, Op, Shape, Tile, record
 
 
 def main() -> None:
+    """Times the candidates at every shape of the bench and records the fastest as this card's."""
     tables: dict[Op, list[tuple[Shape, Tile]]] = {"linear": [], "wgrad": [], "cut": []}
     distinct = {(weight.size, weight.hidden): weight for weight in weights()}
     for weight in distinct.values():

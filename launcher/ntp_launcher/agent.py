@@ -28,7 +28,12 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
 from ntp_launcher import control_store
@@ -253,7 +258,8 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
         return error.code, str(error)
     except RendezvousError as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        return ExitCode.FAILED, f"no rendezvous at {nodes.rdzv_endpoint}: {reason}"
+        code = ExitCode.FAILED if isinstance(error, RendezvousClosedError) else ExitCode.LOST_STORE
+        return code, f"no rendezvous at {nodes.rdzv_endpoint}: {reason}"
     except DistError:
         return ExitCode.LOST_STORE, f"lost the rendezvous store at {nodes.rdzv_endpoint}, its agent is gone"
 

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from ntp.config import Config
 from ntp.protocol import Generation
@@ -19,28 +19,23 @@ _LOOK_S = 0.5  # between two drawings: a faster one is no easier to read
 EVENTS = "events.jsonl"
 
 
-class Listener(Protocol):
-    """Takes news of a run. Every method may do nothing."""
+class Listener:
+    """Takes news of a run; overrides what it needs of it."""
 
     def step(self, line: Mapping[str, Any]) -> None:
         """A step is committed; `line` is its line of `metrics.jsonl`."""
-        ...
 
     def happening(self, happening: Happening) -> None:
         """Something that a user wants to know of."""
-        ...
 
     def say(self, line: str) -> None:
         """A result for the terminal."""
-        ...
 
     def look(self, snapshot: Callable[[], Snapshot]) -> None:
         """Time has passed; `snapshot` makes the present one."""
-        ...
 
     def close(self) -> None:
         """There will be no more news."""
-        ...
 
 
 class Audience:

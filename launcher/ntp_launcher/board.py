@@ -7,19 +7,12 @@ than a stated time, except `exchange`, which waits as long as the store's own ti
 import json
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
+
+from ntp.control import Store
 
 _POLL_S = 0.05
 _LINGER_S = 0.5
-
-
-class Store(Protocol):
-    """The part of a c10d store that the board needs."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 class Board:

@@ -16,7 +16,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from ntp.config import Config, load_config
+from ntp.config import load_config
 from ntp.errors import NtpError
 from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
@@ -112,7 +112,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str) -> int:
     """Checks everything that can be checked, then shows the plan or runs the job. Raises NtpError."""
-    nodes = nodes_from(args)
+    nodes = nodes_from(args, environ)
     config = load_config(args.config, _overrides(args))
     parallel = config.parallel
     plan = make_plan(config, parse_failed(args.failed, parallel.dp, parallel.tp, parallel.standbys))
@@ -144,8 +144,9 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _launch(job: Job, nodes: Nodes) -> int:
     """Starts the agent. torch is imported here and not before: a dry run does without."""
     from ntp_launcher import agent
+    from ntp_launcher.preflight import check_node
 
-    _check_data(job.config)
+    check_node(job, nodes)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     code, message = agent.launch(job, nodes)
@@ -154,13 +155,6 @@ def _launch(job: Job, nodes: Nodes) -> int:
     else:
         sys.stdout.write(f"ntp-launch: done, results in {message}\n")
     return code
-
-
-def _check_data(config: Config) -> None:
-    """Opens the data once, so that a bad file is reported here and not by every worker."""
-    from ntp.data import datasets_of
-
-    datasets_of(config)
 
 
 def _complain(message: str) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from ntp.config import load_config
-from ntp.errors import ConfigError, NtpError
+from ntp.run_directory import RunError, read_config, read_steps, read_summary
+from ntp_launcher.ending import ending
 from ntp_launcher.flags import OneLineParser
 
 _FREE_SECTIONS = ("parallel", "checkpoint", "elastic", "faults", "log")
@@ -31,31 +31,31 @@ _END_KEYS = ("steps", "weights_sha256", "state_sha256")
 Step = Mapping[str, Any]
 
 
-class CompareError(NtpError):
-    """A run directory lacks what a run leaves behind."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = OneLineParser(
-        prog="ntp-compare", description="Compare losses, hashes and configs of two runs.", allow_abbrev=False
-    )
-    parser.add_argument("run_a", metavar="RUN_A")
-    parser.add_argument("run_b", metavar="RUN_B")
-    args = parser.parse_args(argv)
-    a, b = Path(args.run_a), Path(args.run_b)
-    try:
-        difference = next(differences(a, b), None)
-        steps = sorted(_steps(a).keys() & _steps(b).keys())
-    except NtpError as error:
-        sys.stderr.write(f"ntp-compare: {error}\n")
-        return 2
+    args = build_parser().parse_args(argv)
+    return ending("ntp-compare", lambda: _compare(Path(args.run_a), Path(args.run_b)))
+
+
+def _compare(a: Path, b: Path) -> int:
+    difference = next(differences(a, b), None)
+    steps = sorted(_steps(a).keys() & _steps(b).keys())
     if difference is not None:
         sys.stdout.write(f"different: {difference}\n")
         return 1
     span = f"steps {steps[0]} to {steps[-1]}" if steps else "no step in common"
     sys.stdout.write(f"equal: {span}, weights and optimizer state\n")
     return 0
+
+
+def build_parser() -> OneLineParser:
+    """The command line's grammar."""
+    parser = OneLineParser(
+        prog="ntp-compare", description="Compare losses, hashes and configs of two runs.", allow_abbrev=False
+    )
+    parser.add_argument("run_a", metavar="RUN_DIR", help="what ntp-launch wrote")
+    parser.add_argument("run_b", metavar="RUN_DIR", help="the other run")
+    return parser
 
 
 def differences(a: Path, b: Path) -> Iterator[str]:
@@ -93,10 +93,7 @@ def _gaps(a: Path, b: Path, steps_a: Mapping[int, Step], steps_b: Mapping[int, S
 
 def _settings(run: Path) -> dict[str, Any]:
     """Dotted key -> value."""
-    try:
-        return dict(_flat("", load_config(run / "resolved.yaml").model_dump(mode="json")))
-    except ConfigError as error:
-        raise CompareError(f"{str(run)!r} is not a run directory: {error}") from None
+    return dict(_flat("", read_config(run).model_dump(mode="json")))
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -108,25 +105,15 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _steps(run: Path) -> dict[int, Step]:
-    """The lines of `metrics.jsonl` by step; a last line that was cut off is left out."""
-    try:
-        text = (run / "metrics.jsonl").read_text(encoding="utf-8")
-    except OSError as error:
-        raise CompareError(f"{str(run)!r} has no metrics.jsonl: {error.strerror}") from None
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    try:
-        return {line["step"]: line for line in map(json.loads, whole)}
-    except (ValueError, KeyError, TypeError):
-        raise CompareError(f"{str(run / 'metrics.jsonl')!r} is not what a run writes") from None
+    """The lines of `metrics.jsonl` by step."""
+    return {line["step"]: line for line in read_steps(run)}
 
 
 def _summary(run: Path) -> dict[str, Any]:
-    try:
-        return json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise CompareError(f"{str(run)!r} has no summary.json: the run has not ended well") from None
-    except ValueError:
-        raise CompareError(f"{str(run / 'summary.json')!r} is not JSON") from None
+    summary = read_summary(run)
+    if not summary:
+        raise RunError(f"{str(run)!r} has no summary.json: the run has not ended well")
+    return summary
 
 
 if __name__ == "__main__":

@@ -26,10 +26,12 @@ class Address:
     run_id: str
 
     def to_json(self) -> str:
+        """For other agents and late ones; `from_json` reads it back."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
+        """What `to_json` wrote."""
         return cls(**json.loads(text))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ntp_launcher.doctor import examine
+from ntp_launcher.ending import ending
 from ntp_launcher.flags import OneLineParser
 
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
@@ -17,10 +18,14 @@ _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = build_parser().parse_args(argv)
+    return ending("ntp-doctor", lambda: _examine(args.run_dir, args.json))
+
+
+def _examine(run_dir: str, as_json: bool) -> int:
     worst = 0
-    for finding in examine(args.run_dir):
+    for finding in examine(run_dir):
         worst = max(worst, int(finding.level == "bad"))
-        if args.json:
+        if as_json:
             sys.stdout.write(json.dumps(asdict(finding)) + "\n")
             continue
         sys.stdout.write(f"{_SIGNS[finding.level]}  {finding.name:<16} {finding.found}\n")

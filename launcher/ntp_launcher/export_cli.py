@@ -1,36 +1,45 @@
 """`ntp-export RUN_DIR OUT`: a checkpoint as a folder that `transformers` loads."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ntp.errors import NtpError
-from ntp_launcher.flags import OneLineParser
+from ntp_launcher.ending import ending
+from ntp_launcher.flags import LaunchError, OneLineParser, number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, or 2 with one line on stderr."""
+    args = build_parser().parse_args(argv)
+    return ending("ntp-export", lambda: _export(args))
+
+
+def _export(args: argparse.Namespace) -> int:
+    from ntp.export import export  # torch, after the command line is known to be right
+
+    try:
+        step, dtype = export(Path(args.run_dir), Path(args.out), args.step, args.dtype)
+    except OSError as error:
+        raise LaunchError(str(error)) from None
+    sys.stdout.write(f"ntp-export: step {step} in {dtype}, written to {args.out}\n")
+    return 0
+
+
+def build_parser() -> OneLineParser:
+    """The command line's grammar."""
     parser = OneLineParser(
         prog="ntp-export", description="Write a checkpoint as a Hugging Face folder.", allow_abbrev=False
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
     parser.add_argument("out", metavar="OUT", help="the folder to write; must be new or empty")
-    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest sound one)")
+    parser.add_argument("--step", type=number(0), help="which checkpoint (default: the newest sound one)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of the weights (default: that of the imported model, else float32)",
     )
-    args = parser.parse_args(argv)
-    from ntp.export import export  # torch, after the command line is known to be right
-
-    try:
-        step, dtype = export(Path(args.run_dir), Path(args.out), args.step, args.dtype)
-    except (NtpError, OSError) as error:
-        sys.stderr.write(f"ntp-export: {' '.join(str(error).split())}\n")
-        return 2
-    sys.stdout.write(f"ntp-export: step {step} in {dtype}, written to {args.out}\n")
-    return 0
+    return parser
 
 
 if __name__ == "__main__":

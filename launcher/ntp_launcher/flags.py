@@ -2,12 +2,12 @@
 
 What torchrun leaves to chance is fixed here: a single node meets on a free port of its own (torchrun's
 default port collides with the next job), and `--node-rank` counts with every backend. `--nnodes` is one
-number: a job whose node count may change is asked for with standbys.
+number: a job whose node count may change is asked for with standbys. Under Slurm a node's rank is Slurm's.
 """
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -24,6 +24,7 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser whose complaint is one line on stderr, like every other bad input's."""
 
     def error(self, message: str) -> NoReturn:
+        """Exits with 2 and one line."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -66,7 +67,11 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
         group.add_argument(*spellings, dest=name, help=help, default=default, **kwargs)  # pyright: ignore[reportArgumentType]
 
     add("nnodes", "number of nodes", type=_node_count, default="1")
-    add("node_rank", "which block of ranks this node runs (default: order of arrival)", type=_count)
+    add(
+        "node_rank",
+        "which block of ranks this node runs (default: Slurm's, else order of arrival)",
+        type=_count,
+    )
     add("nproc_per_node", "base-mesh ranks on each node (default: spread evenly)", type=_process_count)
     add("rdzv_backend", "rendezvous backend (default: c10d)")
     add("rdzv_endpoint", "rendezvous endpoint, HOST[:PORT]", type=_endpoint)
@@ -78,11 +83,11 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
         type=_endpoint,
     )
     add("master_addr", "host of the rendezvous, another spelling of its endpoint")
-    add("master_port", "port that goes with --master-addr", type=_count, default="29500")
+    add("master_port", "port that goes with --master-addr", type=port_number, default="29500")
     add("local_addr", "address under which other nodes reach this one")
     add("max_restarts", "restarts of all workers before the job fails", type=_count, default="0")
     add("monitor_interval", "seconds between looks at the workers", type=_seconds, default="0.1")
-    add("log_dir", "directory of the worker logs (default: RUN_DIR/logs)")
+    add("log_dir", "directory of the worker logs (default: RUN_DIR/logs)", metavar="DIR")
     add("tee", "streams to show: 0 to 3, or LOCAL_RANK:0..3,... (default: the lowest live rank)", type=_tee)
     group.add_argument(
         "--standalone",
@@ -92,8 +97,11 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
     )
 
 
-def nodes_from(args: argparse.Namespace) -> Nodes:
-    """The parsed options as one value. Raises LaunchError for a combination that cannot work."""
+def nodes_from(args: argparse.Namespace, environ: Mapping[str, str]) -> Nodes:
+    """The parsed options as one value; `environ` may hold a scheduler's numbering of the nodes.
+
+    Raises LaunchError for a combination that cannot work.
+    """
     backend, endpoint = args.rdzv_backend, args.rdzv_endpoint
     if endpoint is None and args.master_addr and not args.standalone:
         endpoint, backend = f"{args.master_addr}:{args.master_port}", backend or "static"
@@ -111,7 +119,7 @@ def nodes_from(args: argparse.Namespace) -> Nodes:
         backend, endpoint = "c10d", "localhost:0"
     return Nodes(
         nnodes=args.nnodes,
-        node_rank=args.node_rank,
+        node_rank=_slurm_rank(args.nnodes, environ) if args.node_rank is None else args.node_rank,
         nproc_per_node=args.nproc_per_node,
         rdzv_backend=backend or "c10d",
         rdzv_endpoint=endpoint,
@@ -126,14 +134,37 @@ def nodes_from(args: argparse.Namespace) -> Nodes:
     )
 
 
+def _slurm_rank(nnodes: int, environ: Mapping[str, str]) -> int | None:
+    """This node's place in a job step of as many nodes. Raises LaunchError for several agents on a node."""
+    if environ.get("SLURM_STEP_NUM_NODES") != str(nnodes):
+        return None
+    agents = environ.get("SLURM_STEP_NUM_TASKS", str(nnodes))
+    if agents != str(nnodes):
+        raise LaunchError(
+            f"srun starts {agents} agents on {nnodes} node{'s' * (nnodes > 1)}, one a node is needed: "
+            f"srun --ntasks-per-node=1"
+        )
+    return int(environ["SLURM_NODEID"])
+
+
 def _is_local(endpoint: str) -> bool:
     return endpoint.startswith("[::1]") or endpoint.partition(":")[0] in _LOCAL_HOSTS
 
 
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, found {text!r}")
-    return int(text)
+def number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A type for options: whole numbers from `least` to `most`, both included."""
+    span = f"of {least} or more" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= (most or int(text)):
+            raise argparse.ArgumentTypeError(f"expected a number {span}, found {text!r}")
+        return int(text)
+
+    return parse
+
+
+_count = number(0)
+port_number = number(0, 65535)
 
 
 def _seconds(text: str) -> float:

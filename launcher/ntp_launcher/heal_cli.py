@@ -9,9 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ntp.config import Config, load_config
-from ntp.errors import NtpError
+from ntp.config import Config
+from ntp.run_directory import read_config
 from ntp.topology import parse_failed
+from ntp_launcher.ending import ending
 from ntp_launcher.flags import LaunchError, OneLineParser
 from ntp_launcher.heal import request
 
@@ -21,15 +22,12 @@ _POLL_S = 0.1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        return _heal(args)
-    except NtpError as error:
-        sys.stderr.write(f"ntp-heal: {' '.join(str(error).split())}\n")
-        return error.exit_code
+    args = build_parser().parse_args(argv)
+    return ending("ntp-heal", lambda: _heal(args))
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
     parser = OneLineParser(
         prog="ntp-heal", description="Take repaired devices back into a running job.", allow_abbrev=False
     )
@@ -46,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _heal(args: argparse.Namespace) -> int:
     run_dir = Path(args.run_dir)
-    ranks = _ranks(load_config(run_dir / "resolved.yaml"), args.ranks)
+    ranks = _ranks(read_config(run_dir), args.ranks)
     try:
         path = request(run_dir, ranks)
     except OSError as error:

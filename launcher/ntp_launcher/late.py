@@ -48,10 +48,12 @@ class LateRendezvous(RendezvousHandler):
         self._job, self._nodes = job, nodes
 
     def get_backend(self) -> str:
+        """A name for torch's log."""
         return "ntp-late"
 
     @property
     def use_agent_store(self) -> bool:
+        """Workers use the store that is there."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -62,18 +64,22 @@ class LateRendezvous(RendezvousHandler):
         return RendezvousInfo(store, self.place.node, self._nodes.nnodes, info)
 
     def is_closed(self) -> bool:
+        """It never is: `next_rendezvous` raises instead."""
         return False
 
     def set_closed(self) -> None:
         """Nothing to close: the job is not this agent's."""
 
     def num_nodes_waiting(self) -> int:
+        """None: others ask the leader on their own."""
         return 0
 
     def get_run_id(self) -> str:
+        """That of the running job."""
         return self.address.run_id
 
     def shutdown(self) -> bool:
+        """True: there is nothing that would have to end."""
         return True
 
 

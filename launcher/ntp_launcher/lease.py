@@ -39,10 +39,12 @@ class Pulse:
     cpu_s: dict[str, float] = field(default_factory=dict[str, float])
 
     def to_json(self) -> str:
+        """What the lease's key holds; `from_json` reads it back."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Pulse":
+        """What `to_json` wrote."""
         return cls(**json.loads(text))
 
 

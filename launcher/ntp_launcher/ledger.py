@@ -96,7 +96,7 @@ class Ledger:
                 break
             self._step += 1
             line = json.loads(text)
-            self._metrics.append(line)
+            self._metrics.append(text)
             self._productive_s += line["step_time_s"] or 0.0
             self._audience.committed(line)
             done.append(StepCommitted(self._step, line["generation"]))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from ntp.config import Config
 from ntp_launcher.audience import Audience, Listener
-from ntp_launcher.exporters import Prometheus, TensorBoard, WeightsAndBiases
+from ntp_launcher.exporters import TensorBoard, WeightsAndBiases
 from ntp_launcher.job import Job
+from ntp_launcher.prometheus import Prometheus
 from ntp_launcher.terminals import terminal
 
 _PEAKS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
@@ -16,8 +17,12 @@ _PEAKS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S
 
 def audience_of(job: Job, run_dir: Path) -> Audience:
     """Everyone who listens. Raises LaunchError for an exporter that cannot start."""
-    listeners = [*_exporters(job.config, run_dir)]
-    listeners.append(terminal(job.config, job.display.quiet, job.display.log_format))
+    exporters = [*_exporters(job.config, run_dir)]
+    screen = terminal(job.config, job.display.quiet, job.display.log_format)
+    for exporter in exporters:
+        if isinstance(exporter, Prometheus):
+            screen.say(f"metrics at {exporter.url}")
+    listeners = [*exporters, screen]
     return Audience(job.config, run_dir, listeners, _peak_flops(job.config))
 
 

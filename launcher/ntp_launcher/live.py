@@ -22,13 +22,13 @@ _STYLES = {
     Mark.RECOVERING: "yellow",
     Mark.LOST: "bold red",
 }
-_KINDS = {"loss": "bold red", "end": "bold red", "warning": "yellow", "join": "green", "recovery": "green"}
+_KINDS = {"loss": "bold red", "warning": "yellow", "join": "green", "recovery": "green"}
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*#@"
 
 
-def render(snapshot: Snapshot, width: int, height: int = 24, unicode: bool = True) -> Text:
-    """The view, at most `height` lines of at most `width` cells.
+def render(snapshot: Snapshot, width: int, height: int = 24, unicode: bool = True) -> list[Text]:
+    """The lines of the view, at most `height` lines of at most `width` cells.
 
     Args:
         unicode: whether the terminal can show more than ASCII.
@@ -43,7 +43,7 @@ def render(snapshot: Snapshot, width: int, height: int = 24, unicode: bool = Tru
         lines += [Text(), *(_event(happening) for happening in events)]
     for line in lines:
         line.truncate(width, overflow="ellipsis" if unicode else "crop")
-    return Text("\n").join(lines[:height])
+    return lines[:height]
 
 
 def _progress(snapshot: Snapshot, width: int, unicode: bool) -> Text:
@@ -148,8 +148,10 @@ def _legend(snapshot: Snapshot, shown: int, glyphs: dict[Mark, str]) -> Text:
 
 def _event(happening: Happening) -> Text:
     when = strftime("%H:%M:%S", localtime(happening.time))
-    kind = f"{happening.kind:<8} "
-    return Text.assemble((f"{when} ", "dim"), (kind, _KINDS.get(happening.kind, "")), happening.text)
+    style = _KINDS.get(happening.kind, "")
+    if happening.kind == "end":
+        style = "bold red" if happening.values.get("code") else "green"
+    return Text.assemble((f"{when} ", "dim"), (f"{happening.kind:<8} ", style), happening.text)
 
 
 def sparkline(values: tuple[float, ...], room: int, unicode: bool = True) -> str:

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ntp.config import load_config
-from ntp.errors import NtpError
 from ntp.planner.advice import Layout, advise
 from ntp.planner.assumptions import step_assumptions
 from ntp.planner.report import to_json
 from ntp.planner.simulation import pieces, run
 from ntp.planner.study import Step, load_step, load_study
 from ntp.topology import parse_failed
-from ntp_launcher.flags import LaunchError, OneLineParser
+from ntp_launcher.ending import ending
+from ntp_launcher.flags import LaunchError, OneLineParser, number
 from ntp_launcher.plan_plots import write_plots
 from ntp_launcher.plan_view import show_advice, show_assumptions, show_result
 
@@ -30,12 +30,8 @@ from ntp_launcher.plan_view import show_advice, show_assumptions, show_result
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = build_parser().parse_args(argv)
-    try:
-        _simulate(args) if args.command == "simulate" else _advise(args)
-    except NtpError as error:
-        sys.stderr.write(f"ntp-plan: {' '.join(str(error).split())}\n")
-        return error.exit_code
-    return 0
+    run = _simulate if args.command == "simulate" else _advise
+    return ending("ntp-plan", lambda: run(args))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--failed", action="append", default=[], metavar="RANKS", help="as ntp-launch --failed"
     )
     advice.add_argument(
-        "--domain-size", type=_positive, metavar="N", help="consecutive ranks that share NVLink (default: tp)"
+        "--domain-size", type=number(1), metavar="N", help="consecutive ranks that share NVLink (default: tp)"
     )
     advice.add_argument("--step", metavar="FILE", help="YAML with the keys of a cluster file's step section")
     advice.add_argument("--rank-map", metavar="FILE", help="write the rank map for ntp-launch --rank-map")
@@ -63,13 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, found {text!r}")
-    return int(text)
-
-
-def _simulate(args: argparse.Namespace) -> None:
+def _simulate(args: argparse.Namespace) -> int:
     study = load_study(args.study, args.set)
     with _progress(pieces(study)) as advance:
         result = run(study, advance)
@@ -79,6 +69,7 @@ def _simulate(args: argparse.Namespace) -> None:
     if args.plots:
         for path in write_plots(result, args.plots):
             sys.stdout.write(f"wrote {path}\n")
+    return 0
 
 
 @contextmanager
@@ -93,7 +84,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _advise(args: argparse.Namespace) -> None:
+def _advise(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set)
     parallel = config.parallel
     failed = parse_failed(args.failed, parallel.dp, parallel.tp, parallel.standbys)
@@ -105,6 +96,7 @@ def _advise(args: argparse.Namespace) -> None:
     if args.rank_map:
         _write(args.rank_map, json.dumps(list(advice.best.rank_map)) + "\n")
         sys.stdout.write(_command(args, advice.best))
+    return 0
 
 
 def _command(args: argparse.Namespace, best: Layout) -> str:

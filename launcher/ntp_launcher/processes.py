@@ -56,13 +56,16 @@ class WorkerProcess:
 
 
 def start_worker(rank: int, module: str, environ: Mapping[str, str], log_dir: Path) -> WorkerProcess:
-    """Starts `python -m module` with exactly this environment; its output goes to files in `log_dir`."""
+    """Starts `python -m module rankN` with exactly this environment; its output goes to files in `log_dir`.
+
+    The argument is for people who look for a rank among the processes.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
     stdout, stderr = log_dir / "stdout.log", log_dir / "stderr.log"
     shim = [sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid())]
     with stdout.open("wb") as out, stderr.open("wb") as err:
         popen = subprocess.Popen(
-            [*shim, sys.executable, "-m", module],
+            [*shim, sys.executable, "-m", module, f"rank{rank}"],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ntp.errors import NtpError
+from ntp_launcher.ending import ending
 from ntp_launcher.flags import LaunchError, OneLineParser
 from ntp_launcher.report_data import read_run
 from ntp_launcher.report_page import page
@@ -15,15 +15,14 @@ from ntp_launcher.report_page import page
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        text = page([read_run(path) for path in args.runs])
-        target = Path(args.output) if args.output else Path(args.runs[0]) / "report.html"
-        _write(target, text)
-    except NtpError as error:
-        sys.stderr.write(f"ntp-report: {' '.join(str(error).split())}\n")
-        return error.exit_code
+    args = build_parser().parse_args(argv)
+    return ending("ntp-report", lambda: _report(args.runs, args.output))
+
+
+def _report(runs: Sequence[str], output: str | None) -> int:
+    text = page([read_run(path) for path in runs])
+    target = Path(output) if output else Path(runs[0]) / "report.html"
+    _write(target, text)
     sys.stdout.write(f"wrote {target}\n")
     return 0
 

@@ -1,19 +1,14 @@
 """What a report is made of: a run directory as one value, also of a run that has not ended, or not well."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ntp.config import Config, load_config
-from ntp.errors import ConfigError, NtpError
-from ntp.run_directory import read_lines
+from ntp.config import Config
+from ntp.run_directory import RunError, read_config, read_objects, read_steps, read_summary
 
-
-class ReportError(NtpError):
-    """A run directory lacks what a run leaves behind."""
-
+_EVENT_KEYS = ("time", "kind", "text")
 
 Line = Mapping[str, Any]
 
@@ -56,29 +51,13 @@ class Run:
 
 
 def read_run(path: str) -> Run:
-    """The run in a directory. Raises ReportError."""
+    """The run in a directory. Raises RunError, also where no step is committed yet, or ConfigError."""
     folder = Path(path)
-    try:
-        config = load_config(folder / "resolved.yaml")
-    except ConfigError as error:
-        raise ReportError(f"{path!r} is not a run directory: {error}") from None
-    steps = _lines(folder / "metrics.jsonl")
+    config, steps = read_config(folder), read_steps(folder)
     if not steps:
-        raise ReportError(f"{path!r} has no committed step in metrics.jsonl: there is nothing to report yet")
-    summary = folder / "summary.json"
-    try:
-        ended = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
-    except ValueError:
-        raise ReportError(f"{str(summary)!r} is not JSON") from None
-    name = folder.resolve().name
-    return Run(name, config, steps, _newest_attempt(_lines(folder / "events.jsonl")), ended)
-
-
-def _lines(path: Path) -> tuple[Line, ...]:
-    try:
-        return tuple(json.loads(line) for line in read_lines(path))
-    except ValueError:
-        raise ReportError(f"{str(path)!r} is not what a run writes: a line is not JSON") from None
+        raise RunError(f"{path!r} has no committed step in metrics.jsonl: there is nothing to report yet")
+    events = _newest_attempt(tuple(read_objects(folder / "events.jsonl", _EVENT_KEYS)))
+    return Run(folder.resolve().name, config, tuple(steps), events, read_summary(folder))
 
 
 def _newest_attempt(events: tuple[Line, ...]) -> tuple[Line, ...]:

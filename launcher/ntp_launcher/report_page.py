@@ -1,5 +1,6 @@
 """The report as one HTML page without any outside file: figures first, then plots, then what happened."""
 
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 from time import localtime, strftime
@@ -22,8 +23,9 @@ body{margin:0 auto;max-width:1100px;padding:1rem;font:16px/1.45 system-ui,sans-s
 color:var(--ink)}
 h1{font-size:1.4rem;overflow-wrap:anywhere}h2{font-size:1.05rem;margin:1.6rem 0 .3rem}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:0 1.5rem}
-svg{width:100%;max-width:720px;height:auto;display:block;font-size:13px}svg text{fill:var(--soft)}
+svg{width:100%;max-width:520px;height:auto;display:block;font-size:12px}svg text{fill:var(--soft)}
 .grid{stroke:var(--rule)}.mark{stroke:var(--mark);stroke-dasharray:4 3}.line{fill:none;stroke-width:1.8}
+.s1,.s3,.s5{stroke-dasharray:6 4}
 .s0{stroke:var(--c0)}.s1{stroke:var(--c1)}.s2{stroke:var(--c2)}.s3{stroke:var(--c3)}.s4{stroke:var(--c4)}
 .s5{stroke:var(--c5)}
 .f0{fill:var(--c0)}.f1{fill:var(--c1)}.f2{fill:var(--c2)}.f3{fill:var(--c3)}.f4{fill:var(--c4)}
@@ -34,7 +36,9 @@ svg{width:100%;max-width:720px;height:auto;display:block;font-size:13px}svg text
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.92rem}
 th,td{padding:.25rem .9rem .25rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule)}
 th{font-weight:600;color:var(--soft)}td.t{white-space:nowrap;color:var(--soft)}.none,.small{color:var(--soft)}
-td.x{overflow-wrap:anywhere;min-width:14rem}
+td.x{overflow-wrap:anywhere}
+@media (max-width:600px){.events tr{display:block;border-bottom:1px solid var(--rule);padding:.25rem 0}
+.events td{display:inline;border:0}.events td.x{display:block}}
 """
 
 
@@ -75,11 +79,16 @@ def _figures(runs: Sequence[Run]) -> str:
     head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     rows = "".join(
         f"<tr><th>{escape(cells[0][0])}</th>"
-        + "".join(f"<td>{escape(cell[1])}</td>" for cell in cells)
+        + "".join(f"<td>{_breakable(cell[1])}</td>" for cell in cells)
         + "</tr>"
         for cells in zip(*columns, strict=True)
     )
     return f'<div class="wide"><table><tr><th></th>{head}</tr>{rows}</table></div>'
+
+
+def _breakable(text: str) -> str:
+    """Lets a hash go on in a second line where columns are narrow."""
+    return f"{text[:8]}<wbr>{text[8:]}" if re.fullmatch(r"[0-9a-f]{16}", text) else escape(text)
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
@@ -204,7 +213,7 @@ def _events(run: Run) -> str:
     )
     more = len(run.events) - _MOST_EVENTS
     note = f'<p class="small">{more} earlier ones are in events.jsonl</p>' if more > 0 else ""
-    return f'{note}<div class="wide"><table>{rows}</table></div>' if rows else '<p class="none">none</p>'
+    return f'{note}<table class="events">{rows}</table>' if rows else '<p class="none">none</p>'
 
 
 def _key(names: Sequence[tuple[str, str]]) -> str:

@@ -9,12 +9,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ntp_launcher.flags import OneLineParser
+from ntp_launcher.flags import OneLineParser, port_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     stops = (signal.SIGINT, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     from ntp_launcher.control_store import serve
@@ -30,9 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
     parser = OneLineParser(prog="ntp-store", description="Serve control stores of jobs.", allow_abbrev=False)
-    parser.add_argument("--port", type=int, default=29400, help="TCP port, 0 = any free one (default: 29400)")
+    parser.add_argument(
+        "--port", type=port_number, default=29400, help="TCP port, 0 = any free one (default: 29400)"
+    )
     return parser
 
 

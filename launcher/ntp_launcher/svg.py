@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines, stacked bars and a timeline. Text in, text out; colours are CSS classes.
 
-A chart has a fixed drawing area and scales to the width of the page; labels are few and large enough for a
-phone. Long series are thinned to as many points as can be told apart.
+A chart has a fixed drawing area, about as wide as a phone, and scales to the width of the page: its labels
+can be read there and are not huge on a desk. Long series are thinned to as many points as can be told apart.
 """
 
 import math
@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 34
+WIDTH, HEIGHT = 400, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 8, 10, 28
+_LABEL, _TOTAL = 100, 62  # of a stacked bar: the name before it, the sum behind it
+_BAR = 24
 _MOST_POINTS = 600
 
 
@@ -61,29 +63,28 @@ def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], unit: 
     """Horizontal bars, one a row: (label, parts), a part is (name, value, class)."""
     if not rows:
         return '<p class="none">none</p>'
-    height = len(rows) * 30 + _BOTTOM + 6
     most = max(sum(value for _, value, _ in parts) for _, parts in rows) or 1.0
-    axis = _Axis.of([0.0, most], 110, WIDTH - _RIGHT - 62, pad=False)
+    axis = _Axis.of([0.0, most], _LABEL, WIDTH - _TOTAL, pad=False)
     body: list[str] = []
     for place, (label, parts) in enumerate(rows):
-        top, x = place * 30 + 6, 0.0
-        body.append(f'<text x="104" y="{top + 15}" text-anchor="end">{escape(label)}</text>')
+        top, x = place * _BAR + 4, 0.0
+        body.append(f'<text x="{_LABEL - 6}" y="{top + 12}" text-anchor="end">{escape(label)}</text>')
         for name, value, style in parts:
             wide = axis.at(x + value) - axis.at(x)
             title = f"{name}: {value:.3f} {unit}"
             body.append(
                 f'<rect class="{style}" x="{axis.at(x):.1f}" y="{top}" width="{max(0.0, wide):.1f}" '
-                f'height="20">'
+                f'height="{_BAR - 8}">'
                 f"<title>{escape(title)}</title></rect>"
             )
             x += value
-        body.append(f'<text x="{axis.at(x) + 6:.1f}" y="{top + 15}">{x:.2f} {escape(unit)}</text>')
-    return _svg(height - _BOTTOM + 6, body)
+        body.append(f'<text x="{axis.at(x) + 6:.1f}" y="{top + 12}">{x:.2f} {escape(unit)}</text>')
+    return _svg(len(rows) * _BAR + 6, body)
 
 
 def timeline(rows: Sequence[str], spans: Sequence[Span], x_label: str) -> str:
     """A row per name, bars on it."""
-    step = 22 if len(rows) <= 24 else max(3, 520 // len(rows))
+    step = 16 if len(rows) <= 24 else max(3, 400 // len(rows))
     bottom = len(rows) * step + _TOP
     stop = max((span.stop for span in spans), default=1.0) or 1.0
     axis = _Axis.of([0.0, stop], _LEFT, WIDTH - _RIGHT, pad=False)
@@ -91,7 +92,7 @@ def timeline(rows: Sequence[str], spans: Sequence[Span], x_label: str) -> str:
     every = max(1, math.ceil(16 / step))
     for place, name in enumerate(rows):
         if place % every == 0:
-            y = _TOP + place * step + min(step, 18) * 0.75
+            y = _TOP + place * step + min(step, 14) * 0.75
             body.append(f'<text x="{_LEFT - 6}" y="{y:.1f}" text-anchor="end">{escape(name)}</text>')
     for span in spans:
         y, wide = _TOP + span.row * step, max(0.8, axis.at(span.stop) - axis.at(span.start))
@@ -134,18 +135,18 @@ def _grid(x_axis: _Axis, y_axis: _Axis, x_label: str) -> str:
     for value in y_axis.ticks(4):
         y = y_axis.at(value)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 5:.1f}" text-anchor="end">{short(value)}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
     return "".join(parts)
 
 
 def _ticks(axis: _Axis, bottom: float, label: str) -> str:
     parts = [f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>']
     for value in axis.ticks(5):
-        if axis.at(value) < WIDTH - 90:  # the label stands there
+        if axis.at(value) < WIDTH - 80:  # the label stands there
             parts.append(
-                f'<text x="{axis.at(value):.1f}" y="{bottom + 20}" text-anchor="middle">{short(value)}</text>'
+                f'<text x="{axis.at(value):.1f}" y="{bottom + 18}" text-anchor="middle">{short(value)}</text>'
             )
-    parts.append(f'<text x="{WIDTH - _RIGHT}" y="{bottom + 20}" text-anchor="end">{escape(label)}</text>')
+    parts.append(f'<text x="{WIDTH - _RIGHT}" y="{bottom + 18}" text-anchor="end">{escape(label)}</text>')
     return "".join(parts)
 
 

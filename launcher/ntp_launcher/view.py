@@ -96,6 +96,10 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, inner in cast("dict[str, Any]", value).items():
             yield from _flat(f"{prefix}.{key}", inner)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in cast("list[Any]", value)):
+        for place, inner in enumerate(cast("list[Any]", value)):
+            given = {key: part for key, part in inner.items() if part is not None}
+            yield from _flat(f"{prefix}[{place}]", given)
     else:
         yield prefix, value
 

@@ -40,10 +40,12 @@ class Piece:
 
     @property
     def elements(self) -> int:
+        """How many numbers."""
         return len(self.units) * (self.stop - self.start)
 
     @property
     def bytes(self) -> int:
+        """What they take on disk."""
         return self.elements * ELEMENT_BYTES
 
     def to_json(self) -> list[object]:
@@ -62,6 +64,7 @@ class Piece:
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Self:
+        """What `to_json` wrote."""
         tensor, file, offset, first, last, start, stop, sha256 = values
         return cls(tensor, file, offset, UnitRange(first, last), start, stop, sha256)
 

@@ -111,7 +111,10 @@ def _events(path: str | Path, domains: int, domain_size: int) -> Iterator[tuple[
 
 
 def read_rows(path: str | Path, header: list[str]) -> Iterator[tuple[int, list[str]]]:
-    """Line number and stripped cells of each data line of a CSV file that starts with `header`."""
+    """Line number and stripped cells of each data line of a CSV file that starts with `header`.
+
+    Raises StudyError for a file that cannot be read, another header or a line of another length.
+    """
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
             reader = csv.reader(file)

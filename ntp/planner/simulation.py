@@ -26,6 +26,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Estimate":
+        """Of one value per seed; with a single one the half width is 0."""
         found = np.asarray(values, np.float64)
         spread = found.std(ddof=1) / np.sqrt(len(found)) if len(found) > 1 else 0.0
         return cls(float(found.mean()), float(1.96 * spread), float(found.min()), float(found.max()))

@@ -154,7 +154,10 @@ def _microbatches(batch: Batch, dp: int) -> int:
 
 
 def read_table(path: str, tp: int) -> dict[int, tuple[float, float]]:
-    """Measured seconds by degree: a CSV with the header `degree,microbatch_s,exchange_s`."""
+    """Measured seconds by degree: a CSV with the header `degree,microbatch_s,exchange_s`.
+
+    Raises StudyError for a line that cannot be one, or where degree `tp` is missing.
+    """
     table: dict[int, tuple[float, float]] = {}
     for line, row in read_rows(path, ["degree", "microbatch_s", "exchange_s"]):
         degree, microbatch, exchange = (

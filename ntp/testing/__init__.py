@@ -115,7 +115,7 @@ class SimulatedWorld:
             self._changed.notify_all()
 
     def collect(self, key: tuple[Any, ...], size: int) -> list[Any]:
-        """All values under `key`, once every member has posted."""
+        """All values under `key`, once every member has posted. Raises MeshBrokenError where one fails."""
         with self._changed:
             complete = self._changed.wait_for(
                 lambda: self.error is not None or len(self._posted.get(key, ())) == size, self._timeout_s
@@ -142,6 +142,7 @@ class SimulatedFabric:
         self._made = 0
 
     def group(self, ranks: Sequence[int], on_host: bool = False) -> Group | None:
+        """See `ntp.collectives.Fabric`; `on_host` makes no difference here."""
         self._made += 1
         if self._rank not in ranks:
             return None

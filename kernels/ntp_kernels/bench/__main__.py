@@ -18,6 +18,7 @@ SECTIONS = ("gemm", "cut", "pointwise", "attention")
 
 
 def main() -> None:
+    """Runs the sections that are asked for; prints a table each and writes all rows as JSON."""
     parser = argparse.ArgumentParser(prog="ntp_kernels.bench", description=__doc__)
     parser.add_argument("sections", nargs="*", default=SECTIONS, metavar="section", help=", ".join(SECTIONS))
     parser.add_argument("--json", type=Path, default=Path("bench.json"), help="where the rows go")

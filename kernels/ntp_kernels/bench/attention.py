@@ -44,6 +44,7 @@ _SHAPES = (
 
 
 def sections() -> list[Row]:
+    """Forward and backward of every shape, against what torch has."""
     return [row for shape in _SHAPES for row in _measure(shape)]
 
 

@@ -17,6 +17,7 @@ Maker = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def sections() -> list[Row]:
+    """Speed for every distinct weight, by section, then accuracy."""
     distinct = {(weight.size, weight.hidden): weight for weight in reversed(weights())}
     rows = [row for weight in reversed(distinct.values()) for row in _speed(weight)]
     rows.sort(key=lambda row: row.section)

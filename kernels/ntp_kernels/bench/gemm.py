@@ -10,6 +10,7 @@ _CHECKED_ROWS = 32
 
 
 def sections() -> list[Row]:
+    """Forward and weight gradient of every distinct local shape, the largest model first."""
     distinct = {(weight.size, weight.hidden): weight for weight in reversed(weights())}
     return [row for weight in reversed(distinct.values()) for row in (_linear(weight), _wgrad(weight))]
 

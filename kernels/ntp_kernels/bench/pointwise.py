@@ -22,6 +22,7 @@ _Case = tuple[str, str, int, Callable[[], object]]
 
 
 def sections() -> list[Row]:
+    """Everything that is bound by memory: norms, rotary embedding, SwiGLU, losses, embedding, optimizer."""
     builders = (_norm, _rope, _swiglu, _cross_entropy, _embedding, _optimizer)
     return [_measure(*case) for build in builders for case in build()]
 

@@ -44,6 +44,7 @@ class Ceiling:
     gigabytes: float
 
     def share(self, row: Row) -> float:
+        """The row's rate over this ceiling, of arithmetic or of memory as its unit asks."""
         return row.rate / (self.tflops if row.unit == "flop" else self.gigabytes)
 
 

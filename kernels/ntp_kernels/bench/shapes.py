@@ -14,6 +14,8 @@ _FFN_UNIT = 128
 
 @dataclass(frozen=True)
 class Model:
+    """Widths of one model, in elements; `head` is the size of a head."""
+
     name: str
     hidden: int
     query_heads: int
@@ -35,10 +37,12 @@ class Weight:
 
     @property
     def size(self) -> int:
+        """Local rows."""
         return self.units * self.rows
 
     @property
     def column_parallel(self) -> bool:
+        """Whether ranks hold its outputs, and not its inputs."""
         return self.name.split()[1] in ("qkv", "gate_up")
 
 

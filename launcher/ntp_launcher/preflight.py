@@ -1,0 +1,53 @@
+"""What a look at this node tells before the nodes meet: what would stop every worker is said once, here."""
+
+from pathlib import Path
+
+import torch
+
+from ntp.checkpoint.load import resume_candidates
+from ntp.checkpoint.store import checkpoint_directory
+from ntp.config import Config
+from ntp.data import datasets_of
+from ntp.hugging_face import Weights
+from ntp_launcher.exporters import check_exporters
+from ntp_launcher.flags import LaunchError, Nodes
+from ntp_launcher.job import Job, proposed_run_dir
+
+
+def check_node(job: Job, nodes: Nodes) -> None:
+    """Raises NtpError for a device, a folder, weights, a checkpoint or data that this node does not have.
+
+    Exporters and what to resume are looked at where the node may come to lead.
+    """
+    _check_device(job.config)
+    _check_folder("--log-dir", nodes.log_dir)
+    _check_folder("checkpoint.dir", job.config.checkpoint.dir if job.config.checkpoint.every else None)
+    if nodes.node_rank in (0, None):
+        check_exporters(job.config.log)
+        _check_resume(job)
+    if job.config.model.init_from is not None and job.resume is None:
+        with Weights.open(Path(job.config.model.init_from)):
+            pass
+    datasets_of(job.config)
+
+
+def _check_device(config: Config) -> None:
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        raise LaunchError(
+            f"train.device=cuda: torch {torch.__version__} sees no GPU on this node; see ntp-doctor"
+        )
+
+
+def _check_folder(setting: str, folder: str | None) -> None:
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{setting} {folder!r} cannot be made: {error.strerror}") from None
+
+
+def _check_resume(job: Job) -> None:
+    if job.resume is not None:
+        run_dir = Path(job.run_dir or proposed_run_dir(job))
+        resume_candidates(job.resume, checkpoint_directory(job.config, run_dir))
