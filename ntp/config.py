@@ -277,6 +277,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _faults_can_happen(self) -> Self:
+        ranks, steps = self.parallel.world_size, self.train.steps
+        for fault in self.faults:
+            if fault.place.rank >= ranks or fault.place.step > steps:
+                place = f"rank {fault.place.rank}, step {fault.place.step}"
+                raise ValueError(
+                    f"a fault needs a rank below {ranks} and a step up to {steps}, found {place}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _timeouts_nest(self) -> Self:
         for outer in ("step_timeout_s", "checkpoint_timeout_s") if self.elastic.enabled else ():
             below(self.train, "timeout_s", self.elastic, outer, ("train.", "elastic."))

@@ -1,39 +1,45 @@
-"""Faults as data, and the watch that makes them happen in a worker.
+"""Faults as data.
 
 A configuration's `faults` lists them, one kind each:
 
     faults:
       - kill: {rank: 3, step: 7}
       - stop: {rank: 0, step: 2, phase: vote}
+      - exception: {rank: 2, step: 4, phase: backward}
       - nan: {rank: 1, step: 4}
 
-A fault happens once: to the first process of its rank, when it enters that phase of that step.
+A fault happens once: to the first process of its rank, when it enters that phase of that step or is in the
+midst of that part of it. `ntp.injector` makes it happen.
 """
 
-import ctypes
-import os
-import signal
-import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self
+from enum import StrEnum
+from typing import Self
 
 from pydantic import model_validator
 
 from ntp.protocol import Phase
 from ntp.section import Count, Section
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    from ntp.control import Control
+class Part(StrEnum):
+    """A part of a step in the midst of which a fault can happen, when its first call has been made."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"  # with some of the state updated
+    WRITER = "writer"  # of a checkpoint, in the thread that saves; what it has written is not yet published
 
 
 class FaultPlace(Section):
-    """Where a fault happens: when process `rank` enters `phase` of step `step`."""
+    """Where a fault happens: in `phase` of step `step` of process `rank`.
+
+    `startup` and the first `waiting` are of step 0, the `moving` of a recovery is of the last committed step.
+    """
 
     rank: Count
     step: Count
-    phase: Phase = Phase.STEP
+    phase: Phase | Part = Phase.STEP
 
 
 class Fault(Section):
@@ -61,6 +67,8 @@ class Fault(Section):
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"a fault has one kind, found {given or 'none'}")
+        if self.nan is not None and self.nan.phase is not Phase.STEP:
+            raise ValueError(f"a nan happens in phase step, found {self.nan.phase}")
         return self
 
     @property
@@ -74,70 +82,3 @@ class Fault(Section):
         place = getattr(self, self.kind)
         assert isinstance(place, FaultPlace)
         return place
-
-
-class InjectedError(Exception):
-    """The exception of an `exception` fault."""
-
-
-class FaultyWatch:
-    """Passes everything on to the control store, and makes one rank's faults happen on the way."""
-
-    def __init__(self, control: "Control", faults: Sequence[Fault], rank: int):
-        self._control = control
-        self._due = [fault for fault in faults if fault.place.rank == rank]
-
-    def enter(self, phase: Phase, step: int) -> None:
-        self._control.enter(phase, step)
-        for fault in self._take(phase, step, of_gradients=False):
-            _ACTIONS[fault.kind]()
-
-    def microbatch(self, step: int, gradients: "Tensor") -> None:
-        self._control.microbatch(step, gradients)
-        for _ in self._take(Phase.STEP, step, of_gradients=True):
-            gradients[0] = float("nan")
-
-    def wants_switch(self) -> bool:
-        return self._control.wants_switch()
-
-    def _take(self, phase: Phase, step: int, of_gradients: bool) -> list[Fault]:
-        taken = [
-            fault
-            for fault in self._due
-            if (fault.place.phase, fault.place.step) == (phase, step)
-            and (fault.kind == "nan") is of_gradients
-        ]
-        self._due = [fault for fault in self._due if fault not in taken]
-        return taken
-
-
-def _send(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
-def _segfault() -> None:
-    ctypes.string_at(0)
-
-
-def _raise() -> None:
-    raise InjectedError("an exception was asked for")
-
-
-def _out_of_memory() -> None:
-    raise MemoryError("an allocation failure was asked for")
-
-
-def _exit() -> None:
-    sys.stdout.flush()
-    os._exit(0)
-
-
-_ACTIONS: dict[str, Callable[[], None]] = {
-    "kill": _send(signal.SIGKILL),
-    "segfault": _segfault,
-    "terminate": _send(signal.SIGTERM),
-    "stop": _send(signal.SIGSTOP),
-    "exit": _exit,
-    "exception": _raise,
-    "out_of_memory": _out_of_memory,
-}
