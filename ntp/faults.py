@@ -62,6 +62,11 @@ class Fault(Section):
     out_of_memory: FaultPlace | None = None
     nan: FaultPlace | None = None
 
+    @classmethod
+    def of(cls, kind: str, rank: int, step: int, phase: str = Phase.STEP) -> Self:
+        """A fault of this kind there, as in `Fault.of("kill", rank=3, step=7, phase="exchange")`."""
+        return cls.model_validate({kind: {"rank": rank, "step": step, "phase": phase}}, strict=False)
+
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]

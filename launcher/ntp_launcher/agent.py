@@ -195,6 +195,7 @@ class MeshAgent(SimpleElasticAgent):
     def _lose(self, reason: str) -> RunResult:
         assert self._node is not None
         self.was_fenced = self._node.is_fenced
+        self._node.accept()
         self.end = End(ExitCode.LOST_STORE, reason)
         self._remaining_restarts = 0
         return RunResult(state=WorkerState.FAILED)
@@ -302,7 +303,12 @@ def _rendezvous_handler(job: Job, nodes: Nodes) -> RendezvousHandler:
     if nodes.rdzv_backend == "static":
         settings["rank"] = nodes.node_rank or 0
     if nodes.rdzv_backend == "c10d":
-        settings.setdefault("join_timeout", str(int(job.config.elastic.agent_timeout_s)))
+        patience = str(int(job.config.elastic.agent_timeout_s))
+        settings.setdefault("join_timeout", patience)
+        if nodes.is_on_one_host and nodes.node_rank is not None:
+            # else whoever comes first has the store, and takes it along: late agents would find no job
+            settings.setdefault("is_host", str(nodes.node_rank == 0))
+            settings.setdefault("read_timeout", patience)
     parameters = RendezvousParameters(
         nodes.rdzv_backend,
         nodes.rdzv_endpoint,

@@ -73,6 +73,10 @@ class Node:
         """The lease has run out and the workers have been killed."""
         return self._lease.is_lost
 
+    def accept(self) -> None:
+        """This node knows that the job goes on, or ends, without it: its lease need not say so."""
+        self._lease.close()
+
     def look(self) -> End | None:
         """Tells what has happened here, does what is ordered; the end of the job when it has come."""
         for news in self.crew.news():

@@ -32,7 +32,7 @@ def trials(seed: int) -> Iterator[Trial]:
     while True:
         dp, tp = draw.choice(_MESHES)
         faults: list[Fault] = []
-        for rank in draw.sample(range(dp * tp), draw.randint(1, 3)):
+        for rank in draw.sample(range(dp * tp), draw.choices((1, 2, 3), (1, 2, 3))[0]):
             faults.append(_fault(draw, rank, faults))
         yield Trial(dp, tp, tuple(faults))
 
@@ -53,7 +53,7 @@ def _fault(draw: random.Random, rank: int, before: Sequence[Fault]) -> Fault:
             step = STEPS
         case _:
             pass
-    return Fault.model_validate({kind: {"rank": rank, "step": step, "phase": phase.value}}, strict=False)
+    return Fault.of(kind, rank, step, phase)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,7 +45,7 @@ _BASE: dict[str, dict[str, Any]] = {
     "elastic": {
         "step_timeout_s": 8.0,
         "checkpoint_timeout_s": 10.0,
-        "startup_timeout_s": 120.0,
+        "startup_timeout_s": 45.0,
         "rejoin_after_s": 0.2,
     },
 }
