@@ -176,7 +176,9 @@ class MeshAgent(SimpleElasticAgent):
         try:
             while (end := self._node.look()) is None:
                 if self._node.is_fenced:
-                    return self._lose("could not reach the control store for too long")
+                    return self._lose(
+                        "gave no sign of life for too long, and the job goes on without this node"
+                    )
                 time.sleep(pause)
         except LeaderLostError:
             return self._lose("the agent of node 0, which leads, is gone")
@@ -233,7 +235,8 @@ class MeshAgent(SimpleElasticAgent):
 def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
     """Runs the job's share of this node to its end.
 
-    Returns an exit code (`ExitCode`, or 128 + signal) and the run directory or the cause of the failure.
+    Returns an exit code (`ExitCode`, or 128 + signal) and what to tell the user: where the results are, or
+    the cause of the failure.
     Raises LaunchError for nodes that cannot run the job; then no worker has been started.
     """
     _quiet(job.config.log.level)
@@ -245,7 +248,7 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
             if not agent.was_fenced or _address_of_running(job, nodes) is None:
                 break
         if agent.end.code == ExitCode.DONE:
-            return ExitCode.DONE, str(agent.run_dir)
+            return ExitCode.DONE, f"done, results in {agent.run_dir}"
         sys.stderr.write(failure_report(agent.end, agent.log_dir))
         return agent.end.code, f"{agent.end.reason}; logs in {agent.log_dir}"
     except SignalException as stop:

@@ -8,20 +8,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from ntp.config import Config, parse_config
+from ntp.config import Config, dump_yaml, parse_config
 from ntp.data import datasets_of
 from ntp.faults import Fault
 from ntp.injector import ANNOUNCED
 from ntp.plan import make_plan
-from ntp.run_directory import bits_of
+from ntp.run_directory import bits_of, read_lines
 from ntp.testing import Member, simulate
 from ntp.trainer import Trainer
 
@@ -51,6 +50,10 @@ _BASE: dict[str, dict[str, Any]] = {
 }
 
 
+Settings = Mapping[str, Mapping[str, Any]]
+"""Changes of a configuration: section -> key -> value."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A mesh and the faults that strike it; `settings` are changes of other sections of the configuration."""
@@ -58,7 +61,7 @@ class Trial:
     dp: int
     tp: int
     faults: tuple[Fault, ...] = ()
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    settings: Settings = field(default_factory=dict[str, Mapping[str, Any]])
 
     def describe(self) -> str:
         """One line."""
@@ -74,13 +77,17 @@ class Trial:
         return parse_config(json.dumps({**sections, "faults": faults}))
 
 
+Losses = tuple[tuple[int, str, str], ...]
+"""Number, loss and gradient norm of every step, as bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What every run of the same model and data has in common; `losses` has the bits of every step."""
+    """What every run of the same model and data has in common."""
 
     weights_sha256: str
     state_sha256: str
-    losses: tuple[tuple[int, str, str], ...]
+    losses: Losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +110,14 @@ class Outcome:
         return len(self.summary.get("recoveries", ()))
 
 
-def reference() -> Evidence:
-    """The evidence of an unfailed run, on one simulated rank of this process."""
-    config = Trial(1, 1).config()
+def reference(steps: int = STEPS, settings: Settings | None = None) -> Evidence:
+    """The evidence of an unfailed run after some steps, on one simulated rank of this process."""
+    config = Trial(1, 1, settings=settings or {}).config()
     plan, datasets = make_plan(config), datasets_of(config)
 
     def body(member: Member) -> Evidence:
         trainer = Trainer(config, plan, member.mesh, datasets, torch.device("cpu"))
-        results = [trainer.step(step) for step in range(1, STEPS + 1)]
+        results = [trainer.step(step) for step in range(1, steps + 1)]
         losses = tuple((result.step, bits_of(result.loss), bits_of(result.grad_norm)) for result in results)
         hashes = trainer.hashes()
         return Evidence(hashes.weights_sha256, hashes.state_sha256, losses)
@@ -125,11 +132,11 @@ def run_trial(trial: Trial, directory: Path, expected: Evidence) -> Outcome:
     problem = _launch(trial, directory)
     seconds = time.monotonic() - started
     summary = {} if problem else json.loads((directory / "run" / "summary.json").read_text())
-    if not problem and _evidence(directory / "run", summary) != expected:
+    if not problem and evidence_of(directory / "run") != expected:
         problem = "the bits differ"
-    left = _processes_of(directory)
+    left = processes_of(directory / "run")
     if left:
-        problem = f"{problem}; processes {left} are left".lstrip("; ")
+        problem = f"{problem}; processes of ranks {sorted(left)} are left".lstrip("; ")
     return Outcome(problem, seconds, _struck(directory / "run"), summary)
 
 
@@ -137,7 +144,7 @@ def _launch(trial: Trial, directory: Path) -> str:
     """Why the run was no success, "" if it was one."""
     directory.mkdir(parents=True)
     config = directory / "config.yaml"
-    config.write_text(yaml.safe_dump(trial.config().model_dump(mode="json")))
+    config.write_text(dump_yaml(trial.config()))
     command = [sys.executable, "-m", "ntp_launcher", str(config), "--run-dir", str(directory / "run")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with (directory / "output").open("wb") as output:
@@ -151,10 +158,16 @@ def _launch(trial: Trial, directory: Path) -> str:
     return f"exit code {done.returncode}: {' '.join(last)}" if done.returncode else ""
 
 
-def _evidence(run_dir: Path, summary: Mapping[str, Any]) -> Evidence:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = tuple((line["step"], line["loss_bits"], line["grad_norm_bits"]) for line in lines)
-    return Evidence(summary["weights_sha256"], summary["state_sha256"], losses)
+def evidence_of(run_dir: Path) -> Evidence:
+    """The evidence that a complete run has left."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return Evidence(summary["weights_sha256"], summary["state_sha256"], losses_of(run_dir))
+
+
+def losses_of(run_dir: Path) -> Losses:
+    """The bits of every step that a run has committed so far."""
+    lines = [json.loads(line) for line in read_lines(run_dir / "metrics.jsonl")]
+    return tuple((line["step"], line["loss_bits"], line["grad_norm_bits"]) for line in lines)
 
 
 def _struck(run_dir: Path) -> int:
@@ -162,14 +175,16 @@ def _struck(run_dir: Path) -> int:
     return sum(log.read_text(errors="replace").count(ANNOUNCED) for log in logs)
 
 
-def _processes_of(directory: Path) -> Sequence[int]:
-    """Processes that were started for a run in `directory` and are still there."""
-    mark = f"NTP_RUN_DIR={directory}/".encode()
-    found: list[int] = []
+def processes_of(run_dir: Path) -> dict[int, int]:
+    """Rank -> process id of the workers of a run that are there."""
+    mark = f"NTP_RUN_DIR={run_dir}"
+    found: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if mark in entry.read_bytes():
-                found.append(int(entry.parent.name))
+            variables = entry.read_bytes().decode(errors="replace").split("\0")
         except OSError:  # gone, or somebody else's
             continue
+        if mark in variables:
+            rank = next(text for text in variables if text.startswith("RANK="))
+            found[int(rank.removeprefix("RANK="))] = int(entry.parent.name)
     return found
