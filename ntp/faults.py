@@ -50,6 +50,7 @@ class Fault(Section):
         exit: the process ends with code 0 in mid-run.
         exception: an exception in the worker's own code.
         out_of_memory: the allocation error of the device or the host.
+        disconnect: its connections to its peers break, and nobody dies.
         nan: a NaN is written into the gradient buffer, in the first microbatch of the step.
     """
 
@@ -60,6 +61,7 @@ class Fault(Section):
     exit: FaultPlace | None = None
     exception: FaultPlace | None = None
     out_of_memory: FaultPlace | None = None
+    disconnect: FaultPlace | None = None
     nan: FaultPlace | None = None
 
     @classmethod

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ntp.checkpoint.save
 from ntp import ops
+from ntp.collectives import PeerLostError
 from ntp.control import Control
 from ntp.faults import Fault, Part
 from ntp.layers import SwiGLU
@@ -111,6 +112,10 @@ def _out_of_memory() -> None:
     raise MemoryError("an allocation failure was asked for")
 
 
+def _disconnect() -> None:
+    raise PeerLostError("a broken connection was asked for")
+
+
 def _exit() -> None:
     sys.stdout.flush()
     os._exit(0)
@@ -124,4 +129,5 @@ _ACTIONS: dict[str, Callable[[], None]] = {
     "exit": _exit,
     "exception": _raise,
     "out_of_memory": _out_of_memory,
+    "disconnect": _disconnect,
 }

@@ -108,8 +108,7 @@ class Life:
             self._left = time.time()
 
     def _next_generation(self, lost: RuntimeError | None) -> Generation | None:
-        elastic = self._job.config.elastic
-        patience = None if lost is None else elastic.agree_timeout_s if elastic.enabled else 0.0
+        patience = None if lost is None else self._job.config.elastic.patience_s
         try:
             generation = self._control.next_generation(self._has_worked, patience)
         except TimeoutError:
@@ -123,7 +122,8 @@ class Life:
 
     def _live(self, generation: Generation) -> None:
         plan = make_plan(self._job.config, generation.failed, generation.generation)
-        self._control.arrive(len(plan.world))
+        if not self._control.arrive(len(plan.world)):
+            return
         met = time.time()
         with self._join(plan) as fabric:
             world = fabric.group(plan.world, on_host=True)
@@ -238,7 +238,7 @@ class _Era:
         self._recovery = RecoveryTimes(
             generation=generation.generation,
             unblock=max(0.0, left - generation.detected_at),
-            rebuild=built - left,
+            rebuild=built - max(left, generation.detected_at),
             move=self._settled - built,
             replay=0.0,
             bytes_moved=moved,
@@ -309,6 +309,7 @@ class _Era:
         return traced(job.run_dir, step, job.rank, job.device)
 
     def _stand_by(self) -> None:
+        self._job.watch.enter(Phase.WAITING, 0)
         while not self._control.has(FINISHED):
             self._control.check()
             if self._control.wants_switch():

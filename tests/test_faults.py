@@ -46,6 +46,7 @@ COMBINATIONS = {
         2, 3, (*kills(1, "step", 0, 1), Fault.of("nan", 5, 3), *kills(5, "step", 2, 3, 4)), STAY_AWAY
     ),
     "a whole replica": Trial(2, 2, kills(3, "update", 2, 3)),
+    "connections alone": Trial(2, 2, tuple(Fault.of("disconnect", rank, 1 + rank) for rank in range(4))),
     "one rank of each replica": Trial(2, 2, kills(5, "update", 0, 3)),
     "a rank in the recovery from the loss of another": Trial(
         2, 2, (*kills(3, "exchange", 3), *kills(2, "moving", 1))
@@ -53,7 +54,7 @@ COMBINATIONS = {
     "all but one rank before the first save": Trial(2, 2, kills(2, "step", 0, 1, 3)),
     "a standby takes over": Trial(2, 2, kills(3, "vote", 0), {"parallel": {"standbys": 1}}),
 }
-QUICK = 2
+QUICK = 3
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_every_kind_in_every_place(tmp_path, unfailed, trial):
         for place, name in enumerate(COMBINATIONS)
     ],
 )
-def test_several_losses_at_once_or_one_in_the_recovery_from_another(tmp_path, unfailed, name):
+def test_several_losses_together(tmp_path, unfailed, name):
     outcome = run_trial(COMBINATIONS[name], tmp_path / "trial", unfailed)
     assert outcome.problem == ""
     assert outcome.struck == len(COMBINATIONS[name].faults)

@@ -29,6 +29,7 @@ from ntp_launcher.events import (
     Probe,
     ProbeDone,
     Start,
+    TouchLost,
     WorkerExited,
     WorkerHung,
 )
@@ -203,7 +204,7 @@ class Leader:
                     self._hosts[event.rank] = event.host
                     silent_s = self._tally.silent.pop(event.rank, event.noticed_s)
                     self._tally.detect_s = max(self._tally.detect_s, silent_s)
-                case AgentLost():
+                case AgentLost() | TouchLost():
                     self._tally.detect_s = max(self._tally.detect_s, event.noticed_s)
                 case _:
                     pass

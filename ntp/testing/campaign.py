@@ -22,7 +22,7 @@ from ntp.protocol import Phase
 from ntp.testing.trial import SAVE_EVERY, STEPS, Trial, reference, run_trial
 
 _MESHES = ((2, 2), (2, 3), (3, 2), (4, 1))
-_KINDS = ("kill", "segfault", "terminate", "exit", "exception", "out_of_memory", "nan", "stop")
+_KINDS = tuple(Fault.model_fields)
 _PHASES = (*(phase for phase in Phase if phase is not Phase.WAITING), *Part)
 
 
