@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,9 @@ def trainers(directory: Path, settings: Mapping[str, Mapping[str, object]]) -> A
     return Agents(directory, [str(config)])
 
 
-def wait_until_whole(agents: Agents, times: int) -> None:
-    """Until lost ranks have been taken back so often, and a step has been committed since."""
-    wait(lambda: agents.said(0).count("4 of 4 ranks") >= times)
+def wait_until_whole(agents: Agents) -> None:
+    """Until every rank that was lost has been taken back, and steps have been committed since."""
+    wait(lambda: "4 of 4 ranks" in agents.said(0).rpartition(" is lost")[2])
     known = len(losses_of(agents.run_dir))
     wait(lambda: len(losses_of(agents.run_dir)) > known + 1)
 
@@ -103,57 +104,57 @@ def wait_until_whole(agents: Agents, times: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_a_node_leaves_and_comes_back_twenty_times(tmp_path: Path) -> None:
-    agents = trainers(tmp_path, LONG)
-    first, second = agents.start(0), agents.start(1)
-    wait(lambda: len(losses_of(agents.run_dir)) > 2)
-    survivors = {rank: processes_of(agents.run_dir)[rank] for rank in (0, 1)}
-    for times in range(1, 21):
-        second.kill()
-        wait(lambda: agents.said(0).count("node 1 is lost") == times)  # noqa: B023 - called at once
-        second = agents.start(1)
-        wait_until_whole(agents, times)
-    assert {rank: processes_of(agents.run_dir)[rank] for rank in (0, 1)} == survivors
-    first.terminate()
-    assert (first.wait(60), second.wait(60)) == (143, 143)
-    losses = losses_of(agents.run_dir)
-    assert losses == reference(len(losses), LONG).losses
-    assert not processes_of(agents.run_dir)
+    with closing(trainers(tmp_path, LONG)) as agents:
+        first, second = agents.start(0), agents.start(1)
+        wait(lambda: len(losses_of(agents.run_dir)) > 2)
+        survivors = {rank: processes_of(agents.run_dir)[rank] for rank in (0, 1)}
+        for times in range(20):
+            second.kill()
+            wait(lambda: agents.said(0).count("node 1 is lost") > times)  # noqa: B023 - called at once
+            second = agents.start(1)
+            wait_until_whole(agents)
+        assert {rank: processes_of(agents.run_dir)[rank] for rank in (0, 1)} == survivors
+        first.terminate()
+        assert (first.wait(60), second.wait(60)) == (143, 143)
+        losses = losses_of(agents.run_dir)
+        assert losses == reference(len(losses), LONG).losses
+        assert not processes_of(agents.run_dir)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_frozen_node_that_wakes_writes_nothing_and_comes_back(tmp_path: Path) -> None:
-    agents = trainers(tmp_path, LONG)
-    first, second = agents.start(0), agents.start(1)
-    wait(lambda: len(losses_of(agents.run_dir)) > 2)
-    stale = [processes_of(agents.run_dir)[rank] for rank in (2, 3)]
-    for pid in (second.pid, *stale):
-        os.kill(pid, signal.SIGSTOP)
-    wait(lambda: "node 1 is lost" in agents.said(0))
-    for pid in (*stale, second.pid):
-        os.kill(pid, signal.SIGCONT)
-    wait(lambda: not any(is_running(pid) for pid in stale), seconds=20)
-    wait_until_whole(agents, 1)
-    first.terminate()
-    assert (first.wait(60), second.wait(60)) == (143, 143)
-    losses = losses_of(agents.run_dir)
-    assert losses == reference(len(losses), LONG).losses
+    with closing(trainers(tmp_path, LONG)) as agents:
+        first, second = agents.start(0), agents.start(1)
+        wait(lambda: len(losses_of(agents.run_dir)) > 2)
+        stale = [processes_of(agents.run_dir)[rank] for rank in (2, 3)]
+        for pid in (second.pid, *stale):
+            os.kill(pid, signal.SIGSTOP)
+        wait(lambda: "node 1 is lost" in agents.said(0))
+        for pid in (*stale, second.pid):
+            os.kill(pid, signal.SIGCONT)
+        wait(lambda: not any(is_running(pid) for pid in stale), seconds=20)
+        wait_until_whole(agents)
+        first.terminate()
+        assert (first.wait(60), second.wait(60)) == (143, 143)
+        losses = losses_of(agents.run_dir)
+        assert losses == reference(len(losses), LONG).losses
 
 
 @pytest.mark.slow
 def test_after_the_loss_of_the_stores_host_another_mesh_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    agents = trainers(tmp_path, THIRTY)
-    first, second = agents.start(0), agents.start(1)
-    wait(lambda: len(losses_of(agents.run_dir)) > 5)
-    first.kill()
-    assert second.wait(60) == 5
-    wait(lambda: not processes_of(agents.run_dir), seconds=10)
-    assert len(losses_of(agents.run_dir)) < 30
-    command = [sys.executable, "-m", "ntp_launcher", str(tmp_path / "config.yaml"), "--resume", "auto"]
-    mesh = ["--run-dir", str(agents.run_dir), "--set", "parallel.dp=1", "--set", "parallel.tp=3"]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([*command, *mesh], env=environ, check=True, timeout=200, stdout=subprocess.DEVNULL)
-    assert evidence_of(agents.run_dir) == reference(30, THIRTY)
+    with closing(trainers(tmp_path, THIRTY)) as agents:
+        first, second = agents.start(0), agents.start(1)
+        wait(lambda: len(losses_of(agents.run_dir)) > 5)
+        first.kill()
+        assert second.wait(60) == 5
+        wait(lambda: not processes_of(agents.run_dir), seconds=10)
+        assert len(losses_of(agents.run_dir)) < 30
+        command = [sys.executable, "-m", "ntp_launcher", str(tmp_path / "config.yaml"), "--resume", "auto"]
+        mesh = ["--run-dir", str(agents.run_dir), "--set", "parallel.dp=1", "--set", "parallel.tp=3"]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([*command, *mesh], env=environ, check=True, timeout=200, stdout=subprocess.DEVNULL)
+        assert evidence_of(agents.run_dir) == reference(30, THIRTY)
 
 
 @pytest.mark.slow
