@@ -280,11 +280,14 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _faults_are_on_the_mesh(self) -> Self:
+    def _faults_can_happen(self) -> Self:
+        ranks, steps = self.parallel.world_size, self.train.steps
         for fault in self.faults:
-            if fault.place.rank >= self.parallel.world_size:
-                last = self.parallel.world_size - 1
-                raise ValueError(f"faults name rank {fault.place.rank}, the mesh has ranks 0 to {last}")
+            if fault.place.rank >= ranks or fault.place.step > steps:
+                place = f"rank {fault.place.rank}, step {fault.place.step}"
+                raise ValueError(
+                    f"a fault needs a rank below {ranks} and a step up to {steps}, found {place}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -121,8 +121,11 @@ class Control:
                 raise TimeoutError(f"no generation after {self._current} within {timeout_s} s")
             time.sleep(_POLL_S / 4)
 
-    def arrive(self, size: int) -> None:
+    def arrive(self, size: int) -> bool:
         """Wait until `size` processes have come to the start of the current generation.
+
+        Returns:
+            False where the others have finished the job in the generation before.
 
         Raises:
             MembershipChangedError: a newer generation has been opened meanwhile.
@@ -132,7 +135,10 @@ class Control:
         while self._store.add(key, 0) < size:
             if self.wants_switch():
                 raise MembershipChangedError("a newer generation is open")
+            if self.has(FINISHED):
+                return False
             time.sleep(_POLL_S / 4)
+        return True
 
     def put(self, key: str, value: str) -> None:
         """Leave a message for the launcher."""

@@ -18,7 +18,7 @@ class ElasticConfig(Section):
     startup_timeout_s: PositiveFloat = 900.0  # from the start of a process until it is ready
     agent_timeout_s: PositiveFloat = 1200.0  # for the agents to meet, or for a late one to find a place
     snapshot_every: Count = 0  # steps between snapshots in host memory; 0 = none
-    agree_timeout_s: PositiveFloat = 60.0  # for a worker that has lost a peer to hear of a new generation
+    agree_timeout_s: PositiveFloat = 60.0  # from the end of a hung peer until a new generation is heard of
     lease_s: PositiveFloat = 5.0  # an agent that cannot reach the store for so long kills its workers
     max_recoveries_without_progress: Positive = 10  # losses in a row without a committed step
     rejoin: Literal["auto", "never"] = "auto"  # whether a rank whose process died is started again
@@ -26,6 +26,12 @@ class ElasticConfig(Section):
     max_restarts_per_rank: Count = 3  # after its own errors, or deaths before it was ready
     probe: Literal["auto"] | Command | None = "auto"  # what a device must pass first; or a command, or none
     probe_timeout_s: PositiveFloat = 60.0
+
+    @property
+    def patience_s(self) -> float:
+        """How long a worker that has lost a peer waits for a new generation; another peer may be hanging."""
+        longest = max(self.step_timeout_s, self.checkpoint_timeout_s)
+        return longest + self.agree_timeout_s if self.enabled else 0.0
 
     @model_validator(mode="after")
     def _timeouts_nest(self) -> Self:

@@ -1,39 +1,45 @@
-"""Faults as data, and the watch that makes them happen in a worker.
+"""Faults as data.
 
 A configuration's `faults` lists them, one kind each:
 
     faults:
       - kill: {rank: 3, step: 7}
       - stop: {rank: 0, step: 2, phase: vote}
+      - exception: {rank: 2, step: 4, phase: backward}
       - nan: {rank: 1, step: 4}
 
-A fault happens once: to the first process of its rank, when it enters that phase of that step.
+A fault happens once: to the first process of its rank, when it enters that phase of that step or is in the
+midst of that part of it. `ntp.injector` makes it happen.
 """
 
-import ctypes
-import os
-import signal
-import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self
+from enum import StrEnum
+from typing import Self
 
 from pydantic import model_validator
 
 from ntp.protocol import Phase
 from ntp.section import Count, Section
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    from ntp.control import Control
+class Part(StrEnum):
+    """A part of a step in the midst of which a fault can happen, when its first call has been made."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"  # with some of the state updated
+    WRITER = "writer"  # of a checkpoint, in the thread that saves; what it has written is not yet published
 
 
 class FaultPlace(Section):
-    """Where a fault happens: when process `rank` enters `phase` of step `step`."""
+    """Where a fault happens: in `phase` of step `step` of process `rank`.
+
+    `startup` and the first `waiting` are of step 0, the `moving` of a recovery is of the last committed step.
+    """
 
     rank: Count
     step: Count
-    phase: Phase = Phase.STEP
+    phase: Phase | Part = Phase.STEP
 
 
 class Fault(Section):
@@ -44,6 +50,7 @@ class Fault(Section):
         exit: the process ends with code 0 in mid-run.
         exception: an exception in the worker's own code.
         out_of_memory: the allocation error of the device or the host.
+        disconnect: its connections to its peers break, and nobody dies.
         nan: a NaN is written into the gradient buffer, in the first microbatch of the step.
     """
 
@@ -54,13 +61,21 @@ class Fault(Section):
     exit: FaultPlace | None = None
     exception: FaultPlace | None = None
     out_of_memory: FaultPlace | None = None
+    disconnect: FaultPlace | None = None
     nan: FaultPlace | None = None
+
+    @classmethod
+    def of(cls, kind: str, rank: int, step: int, phase: str = Phase.STEP) -> Self:
+        """A fault of this kind there, as in `Fault.of("kill", rank=3, step=7, phase="exchange")`."""
+        return cls.model_validate({kind: {"rank": rank, "step": step, "phase": phase}}, strict=False)
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"a fault has one kind, found {given or 'none'}")
+        if self.nan is not None and self.nan.phase is not Phase.STEP:
+            raise ValueError(f"a nan happens in phase step, found {self.nan.phase}")
         return self
 
     @property
@@ -74,73 +89,3 @@ class Fault(Section):
         place = getattr(self, self.kind)
         assert isinstance(place, FaultPlace)
         return place
-
-
-class InjectedError(Exception):
-    """The exception of an `exception` fault."""
-
-
-class FaultyWatch:
-    """Passes everything on to the control store, and makes one rank's faults happen on the way."""
-
-    def __init__(self, control: "Control", faults: Sequence[Fault], rank: int):
-        self._control = control
-        self._due = [fault for fault in faults if fault.place.rank == rank]
-
-    def enter(self, phase: Phase, step: int) -> None:
-        """Tells the store, then dies, hangs or raises if that is due at this place."""
-        self._control.enter(phase, step)
-        for fault in self._take(phase, step, of_gradients=False):
-            _ACTIONS[fault.kind]()
-
-    def microbatch(self, step: int, gradients: "Tensor") -> None:
-        """Tells the store, then writes a NaN into `gradients` (flat, float32) if that is due."""
-        self._control.microbatch(step, gradients)
-        for _ in self._take(Phase.STEP, step, of_gradients=True):
-            gradients[0] = float("nan")
-
-    def wants_switch(self) -> bool:
-        """As the store says."""
-        return self._control.wants_switch()
-
-    def _take(self, phase: Phase, step: int, of_gradients: bool) -> list[Fault]:
-        taken = [
-            fault
-            for fault in self._due
-            if (fault.place.phase, fault.place.step) == (phase, step)
-            and (fault.kind == "nan") is of_gradients
-        ]
-        self._due = [fault for fault in self._due if fault not in taken]
-        return taken
-
-
-def _send(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
-def _segfault() -> None:
-    ctypes.string_at(0)
-
-
-def _raise() -> None:
-    raise InjectedError("an exception was asked for")
-
-
-def _out_of_memory() -> None:
-    raise MemoryError("an allocation failure was asked for")
-
-
-def _exit() -> None:
-    sys.stdout.flush()
-    os._exit(0)
-
-
-_ACTIONS: dict[str, Callable[[], None]] = {
-    "kill": _send(signal.SIGKILL),
-    "segfault": _segfault,
-    "terminate": _send(signal.SIGTERM),
-    "stop": _send(signal.SIGSTOP),
-    "exit": _exit,
-    "exception": _raise,
-    "out_of_memory": _out_of_memory,
-}

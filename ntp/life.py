@@ -111,8 +111,7 @@ class Life:
             self._left = time.time()
 
     def _next_generation(self, lost: RuntimeError | None) -> Generation | None:
-        elastic = self._job.config.elastic
-        patience = None if lost is None else elastic.agree_timeout_s if elastic.enabled else 0.0
+        patience = None if lost is None else self._job.config.elastic.patience_s
         try:
             generation = self._control.next_generation(self._has_worked, patience)
         except TimeoutError:
@@ -126,7 +125,8 @@ class Life:
 
     def _live(self, generation: Generation) -> None:
         plan = make_plan(self._job.config, generation.failed, generation.generation)
-        self._control.arrive(len(plan.world))
+        if not self._control.arrive(len(plan.world)):
+            return
         met = time.time()
         with self._join(plan) as fabric:
             world = fabric.group(plan.world, on_host=True)
@@ -191,29 +191,32 @@ class _Era:
         except StateLostError as lost:
             source = self._go_back(kept, lost)
         self._trainer = kept[0] if kept else None
-        if self._reports and self._trainer is not None and self._trainer.result is not None:
-            self._post_metrics(self._trainer.result, seconds=None)
         self._settled = time.time()
+        if self._trainer is not None and self._trainer.result is not None:
+            self._follow_up(self._trainer, self._trainer.result)
         return source, moved
 
     def _go_back(self, kept: list[Trainer], lost: StateLostError) -> str:
-        """Take everyone back to the newest saved state, or to the start if no step was committed yet.
+        """Take everyone back to the newest saved state, or to the start where none has been saved yet.
 
         Returns:
             Where the state came from.
         """
-        if lost.step == 0:
-            self._begin(kept, self._job.resume, self._job.strict)
-            return "start"
-        trainer, source = self._make(), "checkpoint"
+        job, source = self._job, "start"
+        trainer = self._make() if lost.step > 0 else None
         if trainer is not None:
             assert self._checkpoints is not None
             trainer.committed, source = self._checkpoints.go_back(trainer)
-            if trainer.committed == 0:
-                raise UnrecoverableLossError(f"{lost}; nothing was saved that the job could go back to")
-            self._replayed = lost.step - trainer.committed
+            if source == "start" and not (job.config.checkpoint.every or job.config.elastic.snapshot_every):
+                raise UnrecoverableLossError(f"{lost}; nothing is saved that the job could go back to")
+        if source == "start":
+            trainer = None
+            self._begin(kept, job.resume, job.strict)
+        elif trainer is not None:
             trainer.publish()
-        kept[:] = [] if trainer is None else [trainer]
+            kept[:] = [trainer]
+        if kept:
+            self._replayed = lost.step - kept[0].committed
         return source
 
     def _begin(self, kept: list[Trainer], resume: str | None, strict: bool) -> None:
@@ -238,7 +241,7 @@ class _Era:
         self._recovery = RecoveryTimes(
             generation=generation.generation,
             unblock=max(0.0, left - generation.detected_at),
-            rebuild=built - left,
+            rebuild=built - max(left, generation.detected_at),
             move=self._settled - built,
             replay=0.0,
             bytes_moved=moved,
@@ -266,17 +269,27 @@ class _Era:
         self._finish(trainer)
 
     def _after_step(self, trainer: Trainer, result: StepResult, before: float) -> None:
+        seconds = time.monotonic() - before
+        if self._reports and self._recovery is not None:
+            times = replace(self._recovery, replay=time.time() - self._settled)
+            self._control.put(recovery_key(self._plan.generation), times.to_json())
+            self._recovery = None
+        self._tell(trainer, result, seconds)
+        assert self._checkpoints is not None
+        self._checkpoints.after(trainer, result.step)
+
+    def _follow_up(self, trainer: Trainer, result: StepResult) -> None:
+        """Do again what follows a step: whoever did it may have gone in the middle."""
+        self._tell(trainer, result, seconds=None)
+        assert self._checkpoints is not None
+        self._checkpoints.make_up(trainer)
+
+    def _tell(self, trainer: Trainer, result: StepResult, seconds: float | None) -> None:
         every = self._job.config.train.eval_every
         held_out = trainer.evaluate() if every and result.step % every == 0 else None
         if self._reports:
-            self._post_metrics(result, time.monotonic() - before, held_out)
-            if self._recovery is not None:
-                times = replace(self._recovery, replay=time.time() - self._settled)
-                self._control.put(recovery_key(self._plan.generation), times.to_json())
-                self._recovery = None
-        assert self._checkpoints is not None
+            self._post_metrics(result, seconds, held_out)
         self._job.watch.enter(Phase.CHECKPOINT, result.step)
-        self._checkpoints.after(trainer, result.step)
 
     def _post_metrics(self, result: StepResult, seconds: float | None, held_out: float | None = None) -> None:
         line = metrics_line(result, seconds, self._plan.generation)
@@ -299,6 +312,7 @@ class _Era:
         return traced(job.run_dir, step, job.rank, job.device)
 
     def _stand_by(self) -> None:
+        self._job.watch.enter(Phase.WAITING, 0)
         while not self._control.has(FINISHED):
             self._control.check()
             if self._control.wants_switch():

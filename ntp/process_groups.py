@@ -3,6 +3,7 @@
 The only module that knows how torch versions 2.11 to 2.14 differ here.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,6 +51,7 @@ def joined_generation(
         PeerLostError: somebody went before the groups were built.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
+    hook = sys.excepthook
     try:
         dist.init_process_group(
             backend,
@@ -60,6 +62,7 @@ def joined_generation(
         )
     except RuntimeError as error:
         raise PeerLostError(str(error)) from error
+    sys.excepthook = hook  # torch's would stack up, each with a rank of its own generation before every line
     fabric = TorchFabric(
         world, rank, control.check, _BUILD_TIMEOUT, timedelta(seconds=timeout_s), device, through_peers
     )

@@ -130,7 +130,7 @@ class RecoveryTimes(_Message):
         replay: from then until the next committed step.
         bytes_moved: that this worker received.
         steps_replayed: committed steps that had to be computed again; 0 unless state was lost.
-        source: where lost state came from: `peers`, `snapshot` or `checkpoint`.
+        source: where lost state came from: `peers`, `snapshot`, `checkpoint` or `start`.
     """
 
     generation: int

@@ -19,7 +19,7 @@ from ntp.collectives import TorchFabric
 from ntp.config import Config, parse_config
 from ntp.control import Control
 from ntp.data import datasets_of
-from ntp.faults import FaultyWatch
+from ntp.injector import FaultyWatch
 from ntp.life import Job, Life
 from ntp.plan import Plan
 from ntp.process_groups import connect, joined_generation
@@ -68,7 +68,8 @@ def main() -> None:
     torch.set_num_threads(1)  # a second thread would cut reductions elsewhere
     device = choose_device(here.config.train.device, here.local_rank)
     control = Control(here.connect, here.rank)
-    control.enter(Phase.STARTUP, 0)
+    watch = FaultyWatch(control, here.config.faults if here.incarnation == 0 else (), here.rank)
+    watch.enter(Phase.STARTUP, 0)
     job = Job(
         config=here.config,
         rank=here.rank,
@@ -78,7 +79,7 @@ def main() -> None:
         device=device,
         datasets=datasets_of(here.config, cache_dir=here.run_dir / "tokens"),
         say=_say,
-        watch=FaultyWatch(control, here.config.faults if here.incarnation == 0 else (), here.rank),
+        watch=watch,
     )
     groups = here.connect()
 

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ntp_launcher import board
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs" / "tiny-cpu.yaml")
@@ -216,3 +219,9 @@ def test_agents_with_different_jobs_start_nothing(tmp_path: Path) -> None:
         assert code == 2
         assert "another config or other failed ranks" in err
     assert seen(tmp_path) == {}
+
+
+def test_an_agent_that_goes_away_after_the_meeting_is_told_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "_PATIENCE_S", 0.1)
+    with pytest.raises(RendezvousError, match="1 of 2 agents went away"):
+        board.Board(HashStore(), 0, 2).exchange("claim", {})

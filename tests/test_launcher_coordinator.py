@@ -32,6 +32,7 @@ from ntp_launcher.events import (
     ProbeDone,
     Start,
     StepCommitted,
+    TouchLost,
     WorkerExited,
     WorkerHung,
     WorkerReady,
@@ -154,6 +155,17 @@ def test_losses_without_a_committed_step_between_them_end_the_job() -> None:
     for rank in range(6):
         opened(story.hears(killed(rank)))
         story.commits(rank)
+
+
+def test_members_that_have_lost_touch_get_another_generation_but_not_for_ever() -> None:
+    story = job()
+    assert story.hears(TouchLost(5)) == ()
+    assert opened(story.hears(TouchLost(0))) == (1, [], False)
+    assert story.hears(TouchLost(0)) == ()
+    assert opened(story.hears(TouchLost(1), killed(3))) == (2, [3], False)
+    for generation in range(3, MOST + 1):
+        assert opened(story.hears(TouchLost(generation - 1)))[0] == generation
+    assert ended(story.hears(TouchLost(MOST)))[0] == 4
 
 
 def test_a_hung_worker_is_lost_when_it_is_dead_and_not_before() -> None:
@@ -286,6 +298,7 @@ EVENTS = st.one_of(
     st.builds(AgentLost, st.integers(0, 1), incarnations, st.just("gone")),
     st.builds(HealRequested, st.tuples(ranks)),
     st.builds(StepCommitted, st.integers(0, 9), st.integers(0, 6)),
+    st.builds(TouchLost, st.integers(0, 6)),
     st.builds(Finished),
 )
 HISTORIES = st.lists(

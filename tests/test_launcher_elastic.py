@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ import pytest
 from ntp_launcher import heal_cli
 from ntp_launcher.cli import main
 
-from tests.test_launcher_agent import free_port, is_running, wait
+from tests.test_launcher_agent import is_running, wait
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs" / "tiny-cpu.yaml")
@@ -196,88 +194,3 @@ def test_healing_a_job_that_does_not_run_is_refused(
     assert heal_cli.main([str(tmp_path), "--ranks", "99"]) == 2
     assert heal_cli.main([str(tmp_path), "--ranks", "3"]) == 2
     assert "no launcher is running" in capsys.readouterr().err
-
-
-class Agents:
-    """Agents of two nodes on this host; what they say of losses goes to a file each."""
-
-    def __init__(self, directory: Path, *extra: str):
-        self.run_dir = directory / "run"
-        self._directory = directory
-        where = ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
-        self._args = [*options(self.run_dir), *where, *extra]
-        self._environ = {**os.environ, "STUB_STEPS": "100000", "STUB_PACE": "0.05"}
-        self._started: list[subprocess.Popen[bytes]] = []
-
-    def start(self, node: int) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-c", DRIVER, *self._args, "--node-rank", str(node)]
-        with (self._directory / f"agent{len(self._started)}").open("wb") as file:
-            process = subprocess.Popen(command, env=self._environ, stdout=subprocess.DEVNULL, stderr=file)
-        self._started.append(process)
-        return process
-
-    def said(self, agent: int) -> str:
-        """What an agent has written, by order of start."""
-        return (self._directory / f"agent{agent}").read_text()
-
-    def close(self) -> None:
-        for process in self._started:
-            process.kill()
-            process.wait()
-
-
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[Agents]:
-    started = Agents(tmp_path)
-    yield started
-    started.close()
-
-
-@pytest.mark.slow
-def test_a_killed_node_is_survived_and_its_next_agent_taken_in(agents: Agents) -> None:
-    first, second = agents.start(0), agents.start(1)
-    wait(lambda: len(steps(agents.run_dir)) > 2)
-    second.kill()
-    wait(lambda: "node 1 is lost" in agents.said(0))
-    third = agents.start(1)
-    wait(lambda: "4 of 4 ranks" in agents.said(0))
-    third.send_signal(signal.SIGSTOP)
-    wait(lambda: agents.said(0).count("node 1 is lost") == 2)
-    third.send_signal(signal.SIGCONT)  # it finds its lease lost, kills its workers and asks to be taken in
-    wait(lambda: not is_running(pids(agents.run_dir)["2.1"]))
-    wait(lambda: agents.said(0).count("4 of 4 ranks") == 2)
-    known = len(steps(agents.run_dir))
-    wait(lambda: len(steps(agents.run_dir)) > known + 3)
-    (agents.run_dir / "enough").touch()
-    assert first.wait(150) == 0
-    assert third.wait(150) == 0
-    assert steps(agents.run_dir) == list(range(1, len(steps(agents.run_dir)) + 1))
-    assert summary(agents.run_dir)["members"] == [0, 1, 2, 3]
-
-
-def test_the_loss_of_the_stores_host_ends_the_job_everywhere(agents: Agents) -> None:
-    first, second = agents.start(0), agents.start(1)
-    wait(lambda: len(steps(agents.run_dir)) > 2)
-    first.kill()
-    assert second.wait(150) == 5
-    assert "lost the control store" in agents.said(1).splitlines()[-1]
-    wait(lambda: not any(is_running(pid) for pid in pids(agents.run_dir).values()), seconds=10)
-
-
-def test_a_store_outside_outlives_the_leader_and_the_job_ends_all_the_same(tmp_path: Path) -> None:
-    store = subprocess.Popen(
-        [sys.executable, "-m", "ntp_launcher.store_cli", "--port", "0"], stdout=subprocess.PIPE, text=True
-    )
-    assert store.stdout is not None
-    port = int(store.stdout.readline().split()[-1])
-    agents = Agents(tmp_path, "--control-endpoint", f"localhost:{port}")
-    first, second = agents.start(0), agents.start(1)
-    wait(lambda: len(steps(agents.run_dir)) > 2)
-    first.kill()
-    assert second.wait(150) == 5
-    assert "the agent of node 0, which leads, is gone" in agents.said(1).splitlines()[-1]
-    wait(lambda: not any(is_running(pid) for pid in pids(agents.run_dir).values()), seconds=10)
-    store.terminate()
-    assert store.wait(30) == 0
-    store.stdout.close()
-    agents.close()

@@ -181,7 +181,9 @@ class MeshAgent(SimpleElasticAgent):
         try:
             while (end := self._node.look()) is None:
                 if self._node.is_fenced:
-                    return self._lose("could not reach the control store for too long")
+                    return self._lose(
+                        "gave no sign of life for too long, and the job goes on without this node"
+                    )
                 time.sleep(pause)
         except LeaderLostError:
             return self._lose("the agent of node 0, which leads, is gone")
@@ -200,6 +202,7 @@ class MeshAgent(SimpleElasticAgent):
     def _lose(self, reason: str) -> RunResult:
         assert self._node is not None
         self.was_fenced = self._node.is_fenced
+        self._node.accept()
         self.end = End(ExitCode.LOST_STORE, reason)
         self._remaining_restarts = 0
         return RunResult(state=WorkerState.FAILED)
@@ -237,7 +240,8 @@ class MeshAgent(SimpleElasticAgent):
 def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
     """Runs the job's share of this node to its end.
 
-    Returns an exit code (`ExitCode`, or 128 + signal) and the run directory or the cause of the failure.
+    Returns an exit code (`ExitCode`, or 128 + signal) and what to tell the user: where the results are, or
+    the cause of the failure.
     Raises LaunchError for nodes that cannot run the job; then no worker has been started.
     """
     _quiet(job.config.log.level)
@@ -249,7 +253,7 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
             if not agent.was_fenced or _address_of_running(job, nodes) is None:
                 break
         if agent.end.code == ExitCode.DONE:
-            return ExitCode.DONE, str(agent.run_dir)
+            return ExitCode.DONE, f"done, results in {agent.run_dir}"
         sys.stderr.write(failure_report(agent.end, agent.log_dir))
         return agent.end.code, f"{agent.end.reason}; logs in {agent.log_dir}"
     except SignalException as stop:
@@ -308,7 +312,12 @@ def _rendezvous_handler(job: Job, nodes: Nodes) -> RendezvousHandler:
     if nodes.rdzv_backend == "static":
         settings["rank"] = nodes.node_rank or 0
     if nodes.rdzv_backend == "c10d":
-        settings.setdefault("join_timeout", str(int(job.config.elastic.agent_timeout_s)))
+        patience = str(int(job.config.elastic.agent_timeout_s))
+        settings.setdefault("join_timeout", patience)
+        if nodes.is_on_one_host and nodes.node_rank is not None:
+            # else whoever comes first has the store, and takes it along: late agents would find no job
+            settings.setdefault("is_host", str(nodes.node_rank == 0))
+            settings.setdefault("read_timeout", patience)
     parameters = RendezvousParameters(
         nodes.rdzv_backend,
         nodes.rdzv_endpoint,

@@ -1,7 +1,6 @@
-"""What agents tell each other, on the rendezvous store of one round.
+"""What agents tell each other, on the rendezvous store of one round, before there is a control store.
 
-Values are small JSON texts under a key per agent; nobody overwrites another's. Nothing here blocks longer
-than a stated time, except `exchange`, which waits as long as the store's own time-out for a slow starter.
+Values are small JSON texts under a key per agent; nobody overwrites another's, nothing blocks for ever.
 """
 
 import json
@@ -9,10 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.elastic.rendezvous import RendezvousError
+
 from ntp.control import Store
 
 _POLL_S = 0.05
 _LINGER_S = 0.5
+_PATIENCE_S = 60.0  # for agents that have met already
 
 
 class Board:
@@ -22,31 +24,18 @@ class Board:
         self._store, self._rank, self._size = store, group_rank, group_size
 
     def exchange(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every agent's value, by group rank; returns when all are there."""
+        """Every agent's value, by group rank. Raises RendezvousError where one has gone after the meeting."""
         self.post(topic, value)
-        return [json.loads(self._store.get(_key(topic, rank))) for rank in range(self._size)]
+        keys = [_key(topic, rank) for rank in range(self._size)]
+        _wait(lambda: self._store.check(keys), _PATIENCE_S)
+        silent = sum(not self._store.check([key]) for key in keys)
+        if silent:
+            raise RendezvousError(f"{silent} of {self._size} agents went away after they had met")
+        return [json.loads(self._store.get(key)) for key in keys]
 
     def post(self, topic: str, value: dict[str, Any]) -> None:
         """Puts up this agent's value."""
         self._store.set(_key(topic, self._rank), json.dumps(value))
-
-    def read(self, topic: str) -> dict[int, dict[str, Any]]:
-        """The values that are up now, by group rank."""
-        keys = {rank: _key(topic, rank) for rank in range(self._size)}
-        return {r: json.loads(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
-
-    def collect(self, topic: str, timeout_s: float) -> dict[int, dict[str, Any]]:
-        """The values of all agents, or of those that have put one up within `timeout_s`."""
-        _wait(lambda: len(self.read(topic)) == self._size, timeout_s)
-        return self.read(topic)
-
-    def any_up(self, topic: str) -> bool:
-        """Whether an agent has put up a value."""
-        return any(self._store.check([_key(topic, rank)]) for rank in range(self._size))
-
-    def all_up(self, topic: str) -> bool:
-        """Whether every agent has put up a value."""
-        return self._store.check([_key(topic, rank) for rank in range(self._size)])
 
     def farewell(self, timeout_s: float) -> None:
         """Stays until every agent has come here, and a moment longer.

@@ -153,7 +153,7 @@ def _launch(job: Job, nodes: Nodes) -> int:
     if code:
         _complain(message)
     else:
-        sys.stdout.write(f"ntp-launch: done, results in {message}\n")
+        sys.stdout.write(f"ntp-launch: {message}\n")
     return code
 
 

@@ -5,6 +5,7 @@ Events may come in any order, twice, late, or in the middle of a recovery. What 
 - A generation excludes exactly the ranks that are not members; its number counts up by one.
 - The death of a member is answered in the same turn: by a generation without it, or by the end of the job.
   Deaths that are heard of in one turn share a generation.
+- Members that have left a generation though none has died get another one, all of them.
 - News of a process that has been replaced, or of a death that is known, changes nothing.
 - Somebody joins only at a step boundary, and only once a step has been committed in the current generation:
   members on their way into it would otherwise wait for a boundary that the dead cannot reach.
@@ -37,6 +38,7 @@ from ntp_launcher.events import (
     ProbeDone,
     Start,
     StepCommitted,
+    TouchLost,
     WorkerExited,
     WorkerHung,
     WorkerReady,
@@ -154,6 +156,7 @@ class _Turn:
     Attributes:
         lost: members that have died in this turn, with what is known of their end.
         notes: causes that say more than an exit does.
+        is_apart: the members have lost touch with each other.
     """
 
     rules: Rules
@@ -163,6 +166,7 @@ class _Turn:
     actions: list[Action] = field(default_factory=list[Action])
     lost: list[Exit] = field(default_factory=list[Exit])
     notes: list[str] = field(default_factory=list[str])
+    is_apart: bool = False
 
     def running(self, rank: int, incarnation: int) -> Rank | None:
         """The rank, if this very process of it is running as far as we know."""
@@ -184,6 +188,8 @@ def _apply(turn: _Turn, event: Event) -> None:
             seen = turn.running(rank, incarnation)
             if seen and seen.status is Status.STARTING and not seen.doomed:
                 turn.ranks[rank] = replace(seen, status=Status.READY, due=turn.now + GATHER_S)
+        case TouchLost(generation, _):
+            turn.is_apart |= generation == turn.state.generation.generation
         case ProbeDone():
             _on_probe(turn, event)
         case AgentJoined(node, session):
@@ -301,8 +307,8 @@ def _conclude(turn: _Turn) -> None:
     turn.state = replace(turn.state, exits=exits, notes=notes)
     if not turn.rules.config.elastic.enabled:
         _judge(turn)
-    elif turn.lost:
-        _go_on_without_the_lost(turn)
+    elif turn.lost or turn.is_apart:
+        _go_on(turn)
     elif turn.is_settled():
         _take_in(turn)
         _bring_back(turn)
@@ -317,7 +323,8 @@ def _judge(turn: _Turn) -> None:
         _end(turn, ExitCode.FAILED, explain(state.exits, state.notes) or describe(state.exits[0]))
 
 
-def _go_on_without_the_lost(turn: _Turn) -> None:
+def _go_on(turn: _Turn) -> None:
+    """Opens a generation of the members that are left."""
     turn.state = replace(turn.state, fruitless=turn.state.fruitless + 1)
     cause = _cause(turn)
     failed = _absent(turn)
@@ -335,6 +342,8 @@ def _go_on_without_the_lost(turn: _Turn) -> None:
 
 def _cause(turn: _Turn) -> str:
     """Why members were lost in this turn, in one line: the first cause, and how many more there are."""
+    if not turn.lost:
+        return "the members lost touch with each other"
     cause = turn.notes[0] if turn.notes else describe(first_cause(turn.lost) or turn.lost[0])
     more = len(turn.lost) - 1
     return f"{cause} ({len(turn.lost)} ranks lost)" if more else cause

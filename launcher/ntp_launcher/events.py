@@ -42,6 +42,14 @@ class WorkerReady:
 
 
 @dataclass(frozen=True, slots=True)
+class TouchLost:
+    """Every member of a generation has left it, and none has died: a connection broke, or was too slow."""
+
+    generation: int
+    noticed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeDone:
     """The device of a rank has been looked at before its process number `incarnation` is started."""
 
@@ -93,6 +101,7 @@ Event = (
     WorkerExited
     | WorkerHung
     | WorkerReady
+    | TouchLost
     | ProbeDone
     | AgentJoined
     | AgentLost

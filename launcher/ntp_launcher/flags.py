@@ -56,6 +56,11 @@ class Nodes:
     log_dir: str | None
     tee: Mapping[int, int] | None
 
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether every node is an agent of this very host."""
+        return _is_local(self.rdzv_endpoint)
+
 
 def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     """Adds torchrun's options to `parser`; `environ` holds the `PET_*` defaults."""

@@ -29,6 +29,7 @@ from ntp_launcher.events import (
     Probe,
     ProbeDone,
     Start,
+    TouchLost,
     WorkerExited,
     WorkerHung,
 )
@@ -36,7 +37,7 @@ from ntp_launcher.heal import take_requests
 from ntp_launcher.job import Job
 from ntp_launcher.ledger import Ledger
 from ntp_launcher.lookout import Lookout
-from ntp_launcher.mail import END, HELLOS, Inbox, Outbox, Post, left_key, read_json, take
+from ntp_launcher.mail import END, HELLOS, Inbox, Outbox, Post, dropped_key, left_key, read_json, take
 from ntp_launcher.outcome import ExitCode, first_cause
 
 _REQUESTS_S = 0.5
@@ -119,6 +120,9 @@ class Leader:
         self._state, actions = react(self._rules, before, events, time.time())
         for action in actions:
             self._act(action)
+        for node, session in before.sessions.items():
+            if self._state.sessions.get(node) != session:
+                self._store.set(dropped_key(Post(node, session)), "")
         self._tell(before, events)
         self._audience.coming(rank for rank, seen in self._state.ranks.items() if seen.status in _COMING)
         self._audience.look()
@@ -200,7 +204,7 @@ class Leader:
                     self._hosts[event.rank] = event.host
                     silent_s = self._tally.silent.pop(event.rank, event.noticed_s)
                     self._tally.detect_s = max(self._tally.detect_s, silent_s)
-                case AgentLost():
+                case AgentLost() | TouchLost():
                     self._tally.detect_s = max(self._tally.detect_s, event.noticed_s)
                 case _:
                     pass

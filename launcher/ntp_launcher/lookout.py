@@ -5,7 +5,7 @@ has itself been stopped for a while, everyone gets a fresh allowance.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.distributed_c10d import Store
@@ -13,12 +13,13 @@ from torch.distributed.distributed_c10d import Store
 from ntp.elastic_config import ElasticConfig
 from ntp.protocol import Beat, Phase, beat_key
 from ntp_launcher.coordinator import RUNNING, Rank, State, Status
-from ntp_launcher.events import AgentLost, Event, WorkerHung, WorkerReady
+from ntp_launcher.events import AgentLost, Event, TouchLost, WorkerHung, WorkerReady
 from ntp_launcher.hangs import Sight, culprits
 from ntp_launcher.lease import PATIENCE, Pulse
 from ntp_launcher.mail import Post, lease_key, peek
 
 _LOOK_S = 0.1
+_APART_S = 2.0  # in which the death that made the members leave would be heard of
 _OWN_GAP_S = 2.0  # between two looks: this process was not running
 
 
@@ -70,7 +71,8 @@ class Lookout:
             for sight in sights
             if state.ranks[sight.rank].status is Status.STARTING and sight.phase is Phase.WAITING
         ]
-        return [*lost, *hung, *ready]
+        members = [sight for sight in sights if state.ranks[sight.rank].status is Status.MEMBER]
+        return [*lost, *hung, *ready, *_apart(members, state.generation.generation)]
 
     def forget(self, rank: int) -> None:
         """Clears the last beat of a rank whose next process is about to start."""
@@ -118,3 +120,14 @@ class Lookout:
             pulse is not None and rank in pulse.stopped,
             cpu_s - seen.cpu_s,
         )
+
+
+def _apart(members: Sequence[Sight], generation: int) -> list[TouchLost]:
+    """Whether all members have been in a generation, and have been waiting for the next one for a while."""
+    left = [
+        sight.silent_s
+        for sight in members
+        if sight.beat is not None and sight.beat.generation == generation and sight.phase is Phase.WAITING
+    ]
+    gone = len(left) == len(members) > 0 and min(left) > _APART_S
+    return [TouchLost(generation, min(left))] if gone else []

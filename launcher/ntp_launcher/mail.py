@@ -10,6 +10,7 @@ A box belongs to one session of an agent, so that nobody reads what was meant fo
 | `hello/<n>`                  | late agent | leader | what it is; `hellos` counts them              |
 | `welcome/<n>`                | leader  | late agent | its place, or why there is none               |
 | `left/<node>.<session>`      | agent   | leader  | it has seen the end                              |
+| `dropped/<node>.<session>`   | leader  | agent   | the job goes on without it                       |
 | `end`                        | leader  | agents  | `End`                                            |
 """
 
@@ -84,6 +85,11 @@ def lease_key(post: Post) -> str:
 def left_key(post: Post) -> str:
     """Where an agent says that it has seen the end."""
     return f"left/{post}"
+
+
+def dropped_key(post: Post) -> str:
+    """Where an agent learns that it has been given up, should it not know by its lease."""
+    return f"dropped/{post}"
 
 
 def read_json(store: Store, key: str) -> Any:

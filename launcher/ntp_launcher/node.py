@@ -23,7 +23,7 @@ from ntp_launcher.job import Job
 from ntp_launcher.leader import Leader
 from ntp_launcher.lease import PATIENCE, Lease
 from ntp_launcher.listeners import audience_of
-from ntp_launcher.mail import END, Inbox, Outbox, Post, lease_key, left_key, peek, read_json
+from ntp_launcher.mail import END, Inbox, Outbox, Post, dropped_key, lease_key, left_key, peek, read_json
 from ntp_launcher.placement import block_size
 
 _LOOK_S = 0.5  # between looks at what changes rarely: the reporter, the leader
@@ -61,6 +61,7 @@ class Node:
         self._inbox, self._outbox = Inbox(self._store, "order", post), Outbox(self._store, "event", post)
         self._reporter, self._looked_at = job.plan.reporter, time.monotonic()
         self._leader_lease, self._leader_seen = "", time.monotonic()
+        self._is_dropped = False
         self._leader = self._lead() if post == Post(0, 0) else None
         self.crew = Crew(self._recipe(log_dir))
         for rank in started:
@@ -70,8 +71,12 @@ class Node:
 
     @property
     def is_fenced(self) -> bool:
-        """The lease has run out and the workers have been killed."""
-        return self._lease.is_lost
+        """The job goes on without this node, and the workers have been killed."""
+        return self._lease.is_lost or self._is_dropped
+
+    def accept(self) -> None:
+        """This node knows that the job goes on, or ends, without it: its lease need not say so."""
+        self._lease.close()
 
     def look(self) -> End | None:
         """Tells what has happened here, does what is ordered; the end of the job when it has come."""
@@ -89,6 +94,9 @@ class Node:
             self._looked_at = time.monotonic()
             self._show_reporter()
             self._look_for_leader()
+            if self._store.check([dropped_key(self._post)]):
+                self.crew.fence()
+                self._is_dropped = True
         return None
 
     def resign(self, signal_number: int, grace_s: float, reason: str, code: int) -> None:

@@ -1,6 +1,7 @@
 """What a worker does about checkpoints in the course of a run: start, save when due, end."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ntp.checkpoint.load import load
@@ -15,6 +16,15 @@ from ntp.trainer import Trainer
 
 _SNAPSHOTS_KEPT = 2
 """One may be under way when it is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a save goes, the last step up to now after which one was due, and how many stay there."""
+
+    store: CheckpointStore
+    due: int
+    keep: int
 
 
 class Checkpoints:
@@ -61,8 +71,8 @@ class Checkpoints:
         """Load the newest sound state of this run; collective.
 
         Returns:
-            The step after which it goes on (0 = nothing was ever saved, nothing loaded), and `snapshot` or
-            `checkpoint`.
+            The step after which it goes on, and `snapshot` or `checkpoint`; 0 and `start` where nothing has
+            been saved yet, and nothing is loaded.
 
         Raises:
             CheckpointError: what was saved is all damaged.
@@ -81,7 +91,7 @@ class Checkpoints:
             return loaded.step, name
         if any(latest):
             raise CheckpointError("nothing that was saved can be loaded")
-        return 0, "checkpoint"
+        return 0, "start"
 
     def before_commit(self) -> None:
         """Wait until the state of the save under way may change."""
@@ -89,12 +99,20 @@ class Checkpoints:
 
     def after(self, trainer: Trainer, step: int) -> None:
         """Start a save if one is due after `step`, and tell how earlier ones ended."""
-        every = self._config.elastic.snapshot_every
-        if self._is_due(step):
-            self._saver.save(trainer.optimizer, step, self._store, self._config.checkpoint.keep)
-        elif every and step % every == 0:
-            self._saver.save(trainer.optimizer, step, self._snapshots, _SNAPSHOTS_KEPT)
+        for place in self._places(step):
+            if place.due == step:
+                self._saver.save(trainer.optimizer, step, place.store, place.keep)
+                break
         self._tell()
+
+    def make_up(self, trainer: Trainer) -> None:
+        """Start a save if the last one that was due is not there: a loss has cut it short. Collective."""
+        saved = 0
+        for place in self._places(trainer.committed):
+            saved = max(saved, leaders_value(self._mesh.host, place.store.latest() or 0))
+            if place.due > saved:
+                self._saver.save(trainer.optimizer, trainer.committed, place.store, place.keep)
+                break
 
     def end(self) -> None:
         """Wait for the last save. Raises CheckpointError if it failed: nothing later will make up for it."""
@@ -105,11 +123,15 @@ class Checkpoints:
                 f"the last checkpoint, of step {self._last.step}, failed: {self._last.error}"
             )
 
-    def _is_due(self, step: int) -> bool:
-        every, train = self._config.checkpoint.every, self._config.train
-        if step == train.last_step:
-            return every > 0 or train.stop_after is not None
-        return every > 0 and step > 0 and step % every == 0
+    def _places(self, step: int) -> list[_Place]:
+        """Where saves go; a checkpoint makes a snapshot of the same step needless."""
+        checkpoint, train = self._config.checkpoint, self._config.train
+        ends = step == train.last_step and (checkpoint.every > 0 or train.stop_after is not None)
+        places = [
+            _Place(self._store, step if ends else _last_due(step, checkpoint.every), checkpoint.keep),
+            _Place(self._snapshots, _last_due(step, self._config.elastic.snapshot_every), _SNAPSHOTS_KEPT),
+        ]
+        return [place for place in places if place.due or ends]
 
     def _tell(self) -> None:
         for report in self._saver.poll():
@@ -118,3 +140,7 @@ class Checkpoints:
                 self._say(report.line())
             elif report.error is not None:
                 self._say(f"snapshot of step {report.step} failed, training goes on: {report.error}")
+
+
+def _last_due(step: int, every: int) -> int:
+    return step - step % every if every else 0
