@@ -1,5 +1,4 @@
-"""Differentiable operations: kernels, the collectives between them, and their backward. Only importer of
-the kernels.
+"""Differentiable operations: kernels, the collectives between them, and their backward.
 
 Invariant: nothing here depends on which rank holds which unit. A contraction that tensor parallelism cuts
 goes through `_start_cut_product`; everything else that ranks combine is a MAX, or an integer SUM in which one

@@ -33,6 +33,8 @@ def bias_grad(dy: Tensor, out: Tensor) -> None:
 
 def row_norms(a: Tensor) -> Tensor:
     """Return [U, M], to be gathered over ranks: norms of the rows of a [M, U, R] in every unit."""
+    if _has_no_units(a):
+        return a.new_empty(0, a.shape[0], dtype=torch.float32)
     return _kernels(a, "gemm").row_norms(a)
 
 
@@ -48,6 +50,8 @@ def some_rows(scale: Any, rows: slice) -> Any:
 
 def column_scale(w: Tensor) -> Tensor:
     """Return the scale [D] of the columns of w [U, R, D], to be combined over ranks by MAX of its bits."""
+    if _has_no_units(w):
+        return w.new_zeros(w.shape[2], dtype=torch.float32)
     return _kernels(w, "gemm").column_scale(w)
 
 
@@ -65,6 +69,9 @@ def cut_matmul(
 
     The scales are those of all units; `first_unit` is the global id of the first local unit.
     """
+    if _has_no_units(a):
+        out = a.new_empty(a.shape[0], w.shape[2], dtype=torch.int32) if out is None else out
+        return out.zero_()
     options = _cut_options(a.device) if a.numel() else {}
     return _kernels(a, "gemm").cut_matmul(
         a, w, row_scale, column_scale, total_units, first_unit, out=out, **options
@@ -242,6 +249,11 @@ def _kernels(tensor: Tensor, name: str) -> Any:
     """Return the module for the device of `tensor`; a call without units has no grid to launch."""
     on_gpu = tensor.is_cuda and tensor.numel() > 0
     return import_module(f"ntp_kernels.{name}" if on_gpu else f"ntp_kernels.reference.{name}")
+
+
+def _has_no_units(tensor: Tensor) -> bool:
+    """Whether a GPU has nothing to compute here; the twins' results would have types of their own."""
+    return tensor.is_cuda and tensor.numel() == 0
 
 
 @cache

@@ -20,9 +20,10 @@ def broadcast(source: torch.Tensor, addresses: torch.Tensor, offset: int) -> Non
     assert source.is_contiguous()
     assert source.dtype == torch.float32
     count = source.numel()
-    _broadcast_kernel[(triton.cdiv(count, _BLOCK), len(addresses))](
-        source, addresses, count, offset, BLOCK=_BLOCK
-    )
+    if count:
+        _broadcast_kernel[(triton.cdiv(count, _BLOCK), len(addresses))](
+            source, addresses, count, offset, BLOCK=_BLOCK
+        )
 
 
 def raise_words(addresses: torch.Tensor) -> None:
