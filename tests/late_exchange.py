@@ -5,6 +5,7 @@ so that a caller that forgets to wait, or keeps an output too long, computes gar
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ _SLOTS = 2
 
 
 class LateExchange(CutExchange):
-    """Parts of a third, a third and a third of the tokens."""
+    """As many `PARTS` of the tokens, and of a part; a product on CPU may see how many rows it has."""
+
+    PARTS = 3
 
     def __init__(self, group: Group):
         super().__init__(group)
@@ -26,8 +29,7 @@ class LateExchange(CutExchange):
         self._arriving: list[tuple[Tensor, slice, Callable[[], None]]] = []
 
     def parts(self, tokens: int) -> Sequence[slice]:
-        edges = [tokens * index // 3 for index in range(4)]
-        return [slice(edges[index], edges[index + 1]) for index in range(3)]
+        return self._cut(slice(0, tokens))
 
     def output(self, like: Tensor) -> Tensor:
         for old in self._outputs[: 1 - _SLOTS]:
@@ -36,9 +38,7 @@ class LateExchange(CutExchange):
         return self._outputs[-1]
 
     def shares(self, output: Tensor, rows: slice) -> Sequence[Share]:
-        middle = (rows.start + rows.stop) // 2
-        halves = slice(rows.start, middle), slice(middle, rows.stop)
-        return [Share(half, torch.empty_like(output[half], dtype=torch.int32)) for half in halves]
+        return [Share(some, torch.empty_like(output[some], dtype=torch.int32)) for some in self._cut(rows)]
 
     def start(self, shares: Sequence[Share], output: Tensor, finish: Finish) -> None:
         for rows, share in shares:
@@ -65,3 +65,14 @@ class LateExchange(CutExchange):
 
     def flush(self) -> None:
         self._backlog.run()
+
+    def _cut(self, rows: slice) -> list[slice]:
+        count = rows.stop - rows.start
+        edges = [rows.start + count * index // self.PARTS for index in range(self.PARTS + 1)]
+        return [slice(first, last) for first, last in pairwise(edges)]
+
+
+class LateWholeExchange(LateExchange):
+    """Late, but not in parts."""
+
+    PARTS = 1

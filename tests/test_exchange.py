@@ -6,7 +6,7 @@ import torch
 from ntp.data import datasets_of
 from ntp.exchange import Backlog
 from ntp.testing import SimulatedGroup
-from tests.late_exchange import LateExchange
+from tests.late_exchange import LateExchange, LateWholeExchange
 from tests.shapes import LLAMA, QWEN, make_config
 from tests.training import train
 
@@ -32,6 +32,16 @@ def test_late_parts_give_the_bits_of_one_rank_on_every_mesh(late, model):
         run = train(configuration(model, parallel), data, failed)
         assert run.steps == alone.steps
         assert run.hashes == alone.hashes
+
+
+@pytest.mark.parametrize("model", [LLAMA, QWEN])
+def test_nothing_deferred_is_forgotten(monkeypatch, model):
+    torch.set_num_threads(1)
+    config = configuration(model, {"dp": 1, "tp": 2})
+    data = datasets_of(config)
+    at_once = train(config, data)
+    monkeypatch.setattr(SimulatedGroup, "_make_exchange", lambda group: LateWholeExchange(group))
+    assert train(config, data).hashes == at_once.hashes
 
 
 @pytest.mark.parametrize("recompute", ["attention", "block"])
