@@ -286,7 +286,7 @@ class Config(Section):
             if fault.place.rank >= ranks or fault.place.step > steps:
                 place = f"rank {fault.place.rank}, step {fault.place.step}"
                 raise ValueError(
-                    f"a fault needs a rank below {ranks} and a step up to {steps}, found {place}"
+                    f"faults happen to ranks 0 to {ranks - 1} in steps up to {steps}, found {place}"
                 )
         return self
 
