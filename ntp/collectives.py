@@ -73,6 +73,16 @@ class Group(ABC):
         if self.size > 1:
             self._all_reduce(tensor, op)
 
+    def gather_units(self, local: Tensor, total: int, first: int) -> Tensor:
+        """All units [total, ...] from every rank's own [U, ...], which begin with unit `first`; floats.
+
+        An integer SUM of bit patterns, of which each is non-zero on one rank: exact, -0.0 and NaN included.
+        """
+        every = local.new_zeros(total, *local.shape[1:])
+        every[first : first + local.shape[0]] = local
+        self.all_reduce(every.view(torch.int32 if local.dtype == torch.float32 else torch.int64))
+        return every
+
     def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate over the group along dim 0; rank `i` brings `sizes[i]` rows."""
         assert tensor.shape[0] == sizes[self.rank], (tensor.shape, sizes)

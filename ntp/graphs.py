@@ -39,7 +39,7 @@ class GraphedSegments:
     """Segments one after the other, replayed from the second call on.
 
     Args:
-        group: the ranks that they communicate with.
+        group: the ranks that they communicate with, by an exchange that can be captured.
     """
 
     def __init__(self, segments: Sequence[Segment], group: Group):
@@ -50,8 +50,8 @@ class GraphedSegments:
 
     def __call__(self, *stream: Tensor) -> Tensors:
         """The outputs of the last segment for inputs of the first."""
-        if not torch.is_grad_enabled() or not self._is_warm or not self._group.exchange.can_be_captured:
-            self._is_warm = self._is_warm or torch.is_grad_enabled()
+        if not torch.is_grad_enabled() or not self._is_warm:
+            self._is_warm = torch.is_grad_enabled() or self._is_warm
             for segment in self._segments:
                 stream = segment.run(*stream)
             return stream

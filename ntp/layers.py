@@ -24,14 +24,14 @@ class Packing:
 
     Attributes:
         documents, positions: i32 [M]; attention stays inside equal documents, positions index the tables.
-        bounds: i32 [2, M], what attention needs to know of `documents`.
+        bounds: i32 [2, M], what attention needs to know of `documents`; None on CPU.
         seq_len: tokens of a sequence; M is a multiple of it.
         tables: cos and sin of the rotary embedding, f32 [seq_len, H/2] each.
     """
 
     documents: Tensor
     positions: Tensor
-    bounds: Tensor
+    bounds: Tensor | None
     seq_len: int
     tables: tuple[Tensor, Tensor]
 

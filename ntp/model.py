@@ -1,7 +1,7 @@
 """The decoder of the Llama 3 and Qwen3 families.
 
     model = Model(config.model, weights, group, seq_len)
-    refresh_scales(weights.values(), group)      # after every change of the weights
+    refresh_scales(weights.values(), group)         # after every change of the weights
     model.loss(batch).sum().backward()              # adds to every weight's main_grad
 
 It reads like a model on one GPU: which units a rank holds is in its weights, what ranks exchange is in the
@@ -88,8 +88,10 @@ class Model:
         self.embedding = VocabParallelEmbedding(weights["embedding"], group)
         prefixes = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
         self.blocks = [Block(config, weights, prefix, group, recompute) for prefix in prefixes]
-        captured = graphs and (group.size == 1 or not config.qk_norm)  # its gradients use collectives
-        self._graphed = GraphedSegments(list(self._segments(weights)), group) if captured else None
+        can_be_captured = group.exchange.can_be_captured and (group.size == 1 or not config.qk_norm)
+        self._graphed = (
+            GraphedSegments(list(self._segments(weights)), group) if graphs and can_be_captured else None
+        )
         self._packing: Packing | None = None
         self._packings: dict[int, Packing] = {}
         self.norm = RMSNorm(weights["norm"], config.rms_norm_eps)
@@ -137,6 +139,8 @@ class Model:
         """Put the packing where graphs look for it."""
         kept = self._packing = self._packings.setdefault(len(packing.documents), packing)
         if kept is not packing:
+            assert kept.bounds is not None
+            assert packing.bounds is not None
             kept.documents.copy_(packing.documents)
             kept.positions.copy_(packing.positions)
             kept.bounds.copy_(packing.bounds)

@@ -1,7 +1,7 @@
 """Differentiable operations: kernels, the collectives between them, and their backward.
 
 Invariant: nothing here depends on which rank holds which unit. A contraction that tensor parallelism cuts
-goes through `_start_cut_product`; everything else that ranks combine is a MAX, or an integer SUM in which one
+goes through `ntp.cut_product`; everything else that ranks combine is a MAX, or an integer SUM in which one
 rank has the bits and the others have zeros. Weight gradients are added to `Weight.main_grad` (see
 `ntp.weight`).
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ntp.collectives import Group
-from ntp.exchange import CutExchange
+from ntp.cut_product import add_wgrad, input_grad, start_cut_product
 from ntp.weight import Weight
 
 __all__ = [
@@ -139,61 +139,8 @@ def column_scale(weight: Weight) -> Tensor:
 
 
 def gather_units(local: Tensor, weight: Weight, group: Group) -> Tensor:
-    """Return all units [total, ...] of a replica from every rank's local f32 [U, ...], which lie as in
-    `weight`.
-
-    An integer SUM of bit patterns: exact, -0.0 and NaN included.
-    """
-    bits = torch.zeros(weight.total_units, *local.shape[1:], dtype=torch.int32, device=local.device)
-    bits[weight.first_unit : weight.first_unit + local.shape[0]] = local.contiguous().view(torch.int32)
-    group.all_reduce(bits)
-    return bits.view(torch.float32)
-
-
-def _start_cut_product(
-    a: Tensor, weight: Weight, exchange: CutExchange, output: Tensor, rows: slice | None = None
-) -> None:
-    """Begin `output[rows]` = a [rows, U, R] times weight [U, R, D] over the units of all ranks."""
-    rows = rows or slice(0, a.shape[0])
-    columns, units, first_unit = weight.scale, weight.total_units, weight.first_unit
-    norms = exchange.gather(kernels.row_norms(a), units, first_unit, rows)
-    scale = kernels.row_scale(norms, a.shape[2])
-    shares = exchange.shares(output, rows)
-
-    def local(some: slice) -> slice:
-        return slice(some.start - rows.start, some.stop - rows.start)
-
-    for share in shares:
-        some = local(share.rows)
-        some_scale = kernels.some_rows(scale, some)
-        kernels.cut_matmul(a[some], weight.data, some_scale, columns, units, first_unit, out=share.out)
-    weight.count_product(a.shape[0])
-
-    def finish(total: Tensor, some: slice, out: Tensor) -> None:
-        kernels.finish(total, kernels.some_rows(scale, local(some)), columns, units, out.dtype, out)
-
-    exchange.start(shares, output, finish)
-
-
-def _add_wgrad(dy: Tensor, x: Tensor, weight: Weight, exchange: CutExchange, last_use: bool = True) -> None:
-    """Add dy [M, U, R] transposed times x [M, D] to the gradient of `weight`, perhaps behind an exchange."""
-
-    def work() -> None:
-        kernels.linear_wgrad(dy, x, weight.grad)
-        weight.count_product(x.shape[0])
-        if last_use:
-            weight.announce_grad()
-
-    exchange.defer(work, 2 * x.shape[0] * weight.data.numel())
-
-
-def _input_grad(dy: Tensor, weight: Weight, exchange: CutExchange) -> Tensor:
-    """Return dx [M, D] of dy [M, U, R], while deferred weight gradients hide its exchange."""
-    dx = exchange.output(dy.new_empty(dy.shape[0], weight.data.shape[2]))
-    _start_cut_product(dy, weight, exchange, dx)
-    exchange.cover(dx.numel())
-    exchange.wait(dx)
-    return dx
+    """Return all units [total, ...] of a replica from the local [U, ...], which lie as in `weight`."""
+    return group.gather_units(local, weight.total_units, weight.first_unit)
 
 
 class _ColumnLinear(Function):
@@ -209,8 +156,8 @@ class _ColumnLinear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), dy, exchange = ctx.saved_tensors, grads[0].contiguous(), ctx.group.exchange
-        _add_wgrad(dy, x, ctx.weight, exchange, ctx.last_use)
-        dx = _input_grad(dy, ctx.weight, exchange)
+        add_wgrad(dy, x, ctx.weight, exchange, ctx.last_use)
+        dx = input_grad(dy, ctx.weight, exchange)
         if ctx.bias is not None:
             kernels.bias_grad(dy, ctx.bias.grad)
             ctx.bias.announce_grad()
@@ -225,7 +172,7 @@ class _RowLinear(Function):
         exchange = group.exchange
         output = exchange.output(a.new_empty(a.shape[0], weight.data.shape[2]))
         for rows in exchange.parts(a.shape[0]):
-            _start_cut_product(a[rows], weight, exchange, output, rows)
+            start_cut_product(a[rows], weight, exchange, output, rows)
         return output
 
     @staticmethod
@@ -233,7 +180,7 @@ class _RowLinear(Function):
         (a,), dy = ctx.saved_tensors, grads[0].contiguous()
         da = kernels.linear(dy, ctx.weight.data)
         ctx.weight.count_product(dy.shape[0])
-        _add_wgrad(a, dy, ctx.weight, ctx.group.exchange)
+        add_wgrad(a, dy, ctx.weight, ctx.group.exchange)
         return da, None, None
 
 
@@ -378,7 +325,7 @@ class _FeedForward(Function):
             kernels.linear(y[rows], gate_up.data, out=gates[rows].flatten(2))
             gate_up.count_product(rows.stop - rows.start)
             kernels.swiglu(gates[rows], a[rows])
-            _start_cut_product(a[rows], down, exchange, output, rows)
+            start_cut_product(a[rows], down, exchange, output, rows)
         exchange.wait(output)
         ctx.save_for_backward(y, summed, rstd, gates, a)
         ctx.weights, ctx.group = (norm, gate_up, down), group
@@ -393,10 +340,10 @@ class _FeedForward(Function):
         dy = dy.contiguous()
         da = kernels.linear(dy, down.data)
         down.count_product(dy.shape[0])
-        _add_wgrad(a, dy, down, exchange)
+        add_wgrad(a, dy, down, exchange)
         dgates = kernels.swiglu_backward(da, gates).flatten(2)
-        _add_wgrad(dgates, y, gate_up, exchange)
-        dnormed = _input_grad(dgates, gate_up, exchange)
+        add_wgrad(dgates, y, gate_up, exchange)
+        dnormed = input_grad(dgates, gate_up, exchange)
         dx = _rms_norm_backward(dnormed, summed, rstd, norm, dsummed)
         return dx, dx, None, None, None, None, None
 

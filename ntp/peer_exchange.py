@@ -158,19 +158,20 @@ class PeerExchange(CutExchange):
 
     def release(self) -> None:
         """See `CutExchange`."""
-        for owner in (self._products, self._norms):
-            if owner is not None:
-                owner.memory.release()
+        for memory in self._memories():
+            memory.release()
 
     def close(self) -> None:
         """See `CutExchange`."""
-        for owner in (self._products, self._norms):
-            if owner is not None:
-                owner.memory.close()
+        for memory in self._memories():
+            memory.close()
         self._products = self._norms = None
         self._arriving.clear()
         self._started.clear()
         self._backlog.clear()
+
+    def _memories(self) -> list[PeerMemory]:
+        return [owner.memory for owner in (self._products, self._norms) if owner is not None]
 
     @property
     def _open_products(self) -> "_Products":

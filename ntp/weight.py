@@ -48,7 +48,7 @@ class Weight:
 
     @property
     def scale(self) -> Tensor:
-        """The column scale; whoever changes `data` has refreshed them."""
+        """The column scale; whoever changes `data` has refreshed it."""
         assert self.column_scale is not None, f"{self.name}: call refresh_scales first"
         return self.column_scale
 

@@ -52,13 +52,18 @@ def test_a_killed_node_is_survived_and_its_next_agent_taken_in(agents: Agents) -
     assert summary(agents.run_dir)["members"] == [0, 1, 2, 3]
 
 
-def test_the_loss_of_the_stores_host_ends_the_job_everywhere(agents: Agents) -> None:
+def lose_node_0(agents: Agents, reason: str) -> None:
+    """Kill the agent that leads: the other says why the job ends, and no worker is left."""
     first, second = agents.start(0), agents.start(1)
     wait(lambda: len(steps(agents.run_dir)) > 2)
     first.kill()
     assert second.wait(150) == 5
-    assert "lost the control store" in agents.said(1).splitlines()[-1]
+    assert reason in agents.said(1).splitlines()[-1]
     wait(lambda: not any(is_running(pid) for pid in pids(agents.run_dir).values()), seconds=10)
+
+
+def test_the_loss_of_the_stores_host_ends_the_job_everywhere(agents: Agents) -> None:
+    lose_node_0(agents, "lost the control store")
 
 
 def test_a_store_outside_outlives_the_leader_and_the_job_ends_all_the_same(tmp_path: Path) -> None:
@@ -68,12 +73,7 @@ def test_a_store_outside_outlives_the_leader_and_the_job_ends_all_the_same(tmp_p
     assert store.stdout is not None
     port = int(store.stdout.readline().split()[-1])
     agents = stubs(tmp_path, "--control-endpoint", f"localhost:{port}")
-    first, second = agents.start(0), agents.start(1)
-    wait(lambda: len(steps(agents.run_dir)) > 2)
-    first.kill()
-    assert second.wait(150) == 5
-    assert "the agent of node 0, which leads, is gone" in agents.said(1).splitlines()[-1]
-    wait(lambda: not any(is_running(pid) for pid in pids(agents.run_dir).values()), seconds=10)
+    lose_node_0(agents, "the agent of node 0, which leads, is gone")
     store.terminate()
     assert store.wait(30) == 0
     store.stdout.close()

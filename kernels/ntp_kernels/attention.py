@@ -24,9 +24,19 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_kernels import delta_kernel, forward_kernel, group_kernel, key_kernel, query_kernel
-from .reference.attention import document_bounds
 
 _LOG2E = 1.4426950408889634
+
+
+def document_bounds(document: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """Return i32 [2, M]: first and one past the last position, in its sequence, of a token's document."""
+    ids = document.view(-1, seq_len)
+    position = torch.arange(seq_len, device=ids.device, dtype=torch.int32).expand_as(ids)
+    edge = ids[:, 1:] != ids[:, :-1]
+    border = torch.ones_like(ids[:, :1], dtype=torch.bool)
+    first = torch.where(torch.cat([border, edge], 1), position, 0).cummax(1).values
+    past = torch.where(torch.cat([edge, border], 1), position + 1, seq_len).flip(1).cummin(1).values.flip(1)
+    return torch.stack([first.flatten(), past.flatten()]).to(torch.int32)
 
 
 def attention(

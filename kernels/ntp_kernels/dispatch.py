@@ -143,9 +143,9 @@ def qk_norm_rope_backward(
     return rope.qk_norm_rope_backward(dq, dk, dv, qkv, positions, cos, sin, q_weight, k_weight, rstd)
 
 
-def document_bounds(document: Tensor, seq_len: int) -> Tensor:
-    """Return i32 [2, M], for every call of `attention` on these tokens."""
-    return _kernels(document, "attention").document_bounds(document, seq_len)
+def document_bounds(document: Tensor, seq_len: int) -> Tensor | None:
+    """Return i32 [2, M], for every call of `attention` on these tokens; None where the twin needs none."""
+    return _kernels(document, "attention").document_bounds(document, seq_len) if document.is_cuda else None
 
 
 def attention(

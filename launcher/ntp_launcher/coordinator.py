@@ -43,14 +43,22 @@ from ntp_launcher.events import (
     WorkerHung,
     WorkerReady,
 )
-from ntp_launcher.outcome import Exit, ExitCode, Kind, describe, explain, first_cause, kind_of
+from ntp_launcher.outcome import (
+    Exit,
+    ExitCode,
+    Kind,
+    describe,
+    explain,
+    first_cause,
+    kind_of,
+    why_none_is_left,
+)
 
 KILL_S = 10.0  # a killed process is gone within milliseconds, or waits inside a driver for ever
 FINISH_S = 20.0  # for processes to end after the run is complete
 GATHER_S = 5.0  # for those who start at the same time, so that they join together
 SETTLE_S = 1.0  # consequences of a failure arrive within tens of milliseconds
 _LONGEST_PAUSE = 6  # doublings
-_LOST_STATE = "UnrecoverableLossError"  # what workers say when nobody has a part of the state any more
 
 
 class Status(StrEnum):
@@ -332,7 +340,7 @@ def _go_on(turn: _Turn) -> None:
     try:
         make_plan(turn.rules.config, failed)
     except PlanError as error:
-        _end(turn, *_verdict(turn.state, cause, str(error)))
+        _end(turn, *why_none_is_left(turn.state.exits, turn.state.notes, f"{cause}; {error}"))
         return
     if turn.state.fruitless > most:
         _end(turn, ExitCode.NO_PROGRESS, f"{most} recoveries without a committed step; then {cause}")
@@ -347,15 +355,6 @@ def _cause(turn: _Turn) -> str:
     cause = turn.notes[0] if turn.notes else describe(first_cause(turn.lost) or turn.lost[0])
     more = len(turn.lost) - 1
     return f"{cause} ({len(turn.lost)} ranks lost)" if more else cause
-
-
-def _verdict(state: State, cause: str, error: str) -> tuple[ExitCode, str]:
-    """Why no rank is left: because of the program itself, or because of what happened to it."""
-    first = first_cause(state.exits) or state.exits[0]
-    own = kind_of(first) in (Kind.ERROR, Kind.EARLY_SUCCESS) and _LOST_STATE not in first.error
-    if own and not state.notes:
-        return ExitCode.FAILED, describe(first)
-    return ExitCode.UNRECOVERABLE, f"{cause}; {error}"
 
 
 def _take_in(turn: _Turn) -> None:

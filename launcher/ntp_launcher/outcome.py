@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 _ERROR_LINE = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Fault|Killed)\b")
+_LOST_STATE = "UnrecoverableLossError"  # what workers say when nobody has a part of the state any more
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")  # torch puts it before every line of a traceback
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|timed out)|connectionreset|broken pipe|closed by peer|"
@@ -116,3 +117,12 @@ def last_error_line(lines: Sequence[str], limit: int = 300) -> str:
 def _signal_name(number: int) -> str:
     names = {s.value: s.name for s in signal.Signals}
     return names.get(number, f"signal {number}")
+
+
+def why_none_is_left(exits: Sequence[Exit], notes: Sequence[str], cause: str) -> tuple[ExitCode, str]:
+    """How a job ends that has no rank left: by the program itself, or by what happened to it, the `cause`."""
+    first = first_cause(exits) or exits[0]
+    own = kind_of(first) in (Kind.ERROR, Kind.EARLY_SUCCESS) and _LOST_STATE not in first.error
+    if own and not notes:
+        return ExitCode.FAILED, describe(first)
+    return ExitCode.UNRECOVERABLE, cause

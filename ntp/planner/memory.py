@@ -67,15 +67,13 @@ def estimate(config: Config, plan: Plan) -> tuple[RankMemory, ...]:
             mine = _elements(held, replica, position)
             slices = _elements(kept, replica, position)
             flights = nodes[place] * plan.copies * mine + sum(nodes) * slices  # all buckets, own share too
-            if len(plan.replicas) == 1:
-                flights = 0
             found.append(
                 RankMemory(
                     rank,
                     parameters=mine * width,
                     gradients=mine * FLOAT * depth,
                     optimizer=slices * FLOAT * 4,
-                    exchange=flights * FLOAT,
+                    exchange=flights * FLOAT if len(plan.replicas) > 1 else 0,
                     activations=_activations(config, replica, position, width),
                     reserved=reserved,
                 )

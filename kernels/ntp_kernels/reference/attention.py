@@ -11,17 +11,6 @@ from collections.abc import Iterator
 import torch
 
 
-def document_bounds(document: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return i32 [2, M]: first and one past the last position, in its sequence, of a token's document."""
-    ids = document.view(-1, seq_len)
-    position = torch.arange(seq_len, device=ids.device, dtype=torch.int32).expand_as(ids)
-    edge = ids[:, 1:] != ids[:, :-1]
-    border = torch.ones_like(ids[:, :1], dtype=torch.bool)
-    first = torch.where(torch.cat([border, edge], 1), position, 0).cummax(1).values
-    past = torch.where(torch.cat([edge, border], 1), position + 1, seq_len).flip(1).cummin(1).values.flip(1)
-    return torch.stack([first.flatten(), past.flatten()]).to(torch.int32)
-
-
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
