@@ -14,9 +14,9 @@ from tests.test_end_to_end import launch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 LONGEST_S = 1.0
 HANG_TIMEOUT_S = 5.0
-KILL = ("faults=[{kill: {rank: 3, step: 4}}]",)
+KILL = ("faults=[{kill: {rank: 3, step: 3}}]",)
 STOP = (
-    "faults=[{stop: {rank: 3, step: 4}}]",
+    "faults=[{stop: {rank: 3, step: 3}}]",
     "train.timeout_s=4.0",
     f"elastic.step_timeout_s={HANG_TIMEOUT_S}",
 )
