@@ -24,7 +24,7 @@ STOP = (
 
 def stalls(run_dir, overrides):
     """Seconds from the fault to the next committed step, and of the change when the rank came back."""
-    options = (word for override in overrides for word in ("--set", override))
+    options = (word for override in ("train.steps=14", *overrides) for word in ("--set", override))
     lines, summary = launch(run_dir, "tiny-cpu.yaml", *options)
     step = statistics.median(line["step_time_s"] for line in lines if line["step_time_s"])
     loss, join = summary["recoveries"]
