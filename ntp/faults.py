@@ -76,6 +76,8 @@ class Fault(Section):
             raise ValueError(f"a fault has one kind, found {given or 'none'}")
         if self.nan is not None and self.nan.phase is not Phase.STEP:
             raise ValueError(f"a nan happens in phase step, found {self.nan.phase}")
+        if self.disconnect is not None and self.disconnect.phase is Part.OPTIMIZER:
+            raise ValueError("a disconnect cannot happen in the optimizer, which talks to nobody")
         return self
 
     @property

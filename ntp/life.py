@@ -323,7 +323,7 @@ class _Era:
         assert self._checkpoints is not None
         self._job.watch.enter(Phase.FINISHING, trainer.committed)
         hashes, usage = trainer.hashes(), trainer.usage()
-        self._checkpoints.end()
+        self._checkpoints.end(trainer)
         if self._reports:
             wall_s = time.monotonic() - self._started
             values = summary(self._plan, trainer.committed, trainer.result, hashes, usage, wall_s)

@@ -62,7 +62,7 @@ def train(
             results.append(trainer.step(step, checkpoints.before_commit))
             checkpoints.after(trainer, step)
         hashes = trainer.hashes()
-        checkpoints.end()
+        checkpoints.end(trainer)
         return Run(tuple(results), hashes, said)
 
     runs = simulate(body, plan)

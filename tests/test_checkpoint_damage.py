@@ -17,6 +17,7 @@ from ntp.checkpoint.manifest import DamagedError, check_files, read_manifest
 from ntp.checkpoint.pieces import read_tensor
 from ntp.checkpoint.save import Saver
 from ntp.checkpoint.store import CheckpointStore
+from ntp.collectives import PeerLostError
 from ntp.data import datasets_of
 from ntp.errors import CheckpointError
 from ntp.plan import make_plan
@@ -214,7 +215,33 @@ def test_a_writer_that_dies_is_one_clear_error_and_training_goes_on(data, saved,
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [4]
 
 
-def test_a_last_save_that_fails_ends_the_run_with_an_error(data, tmp_path):
+def test_a_last_save_that_fails_is_made_once_more(data, saved, tmp_path, monkeypatch):
+    from ntp.checkpoint import save
+
+    def broken_once(path, shards):
+        if "step-00000004" in path.parent.name:
+            monkeypatch.setattr(save, "write_shards", real)
+            raise MemoryError("no host memory")
+        return real(path, shards)
+
+    real = save.write_shards
+    monkeypatch.setattr(save, "write_shards", broken_once)
+    assert train(saving_config(), data, tmp_path).hashes == saved[1].hashes
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [2, 4]
+
+
+def test_a_rank_that_goes_in_the_last_save_is_a_lost_peer_and_no_failed_save(data, tmp_path, monkeypatch):
+    from ntp.checkpoint import save
+
+    def lost(group, value):
+        raise PeerLostError("connection closed")
+
+    monkeypatch.setattr(save, "gather_values", lost)
+    with pytest.raises(PeerLostError, match="lost touch with the other ranks"):
+        train(saving_config(), data, tmp_path)
+
+
+def test_a_last_save_that_fails_again_ends_the_run_with_an_error(data, tmp_path):
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(CheckpointError, match="the last checkpoint, of step 4, failed"):
         train(saving_config(), data, tmp_path)

@@ -17,7 +17,7 @@ PARTS = (
     (2, "forward"),
     (3, "backward"),
     (4, "optimizer"),
-    (4, "writer"),
+    (6, "writer"),
     (6, "finishing"),
 )
 PHASES = (

@@ -14,9 +14,9 @@ from tests.test_end_to_end import launch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 LONGEST_S = 1.0
 HANG_TIMEOUT_S = 5.0
-KILL = ("faults=[{kill: {rank: 3, step: 4}}]",)
+KILL = ("faults=[{kill: {rank: 3, step: 3}}]",)
 STOP = (
-    "faults=[{stop: {rank: 3, step: 4}}]",
+    "faults=[{stop: {rank: 3, step: 3}}]",
     "train.timeout_s=4.0",
     f"elastic.step_timeout_s={HANG_TIMEOUT_S}",
 )
@@ -24,7 +24,7 @@ STOP = (
 
 def stalls(run_dir, overrides):
     """Seconds from the fault to the next committed step, and of the change when the rank came back."""
-    options = (word for override in overrides for word in ("--set", override))
+    options = (word for override in ("train.steps=14", *overrides) for word in ("--set", override))
     lines, summary = launch(run_dir, "tiny-cpu.yaml", *options)
     step = statistics.median(line["step_time_s"] for line in lines if line["step_time_s"])
     loss, join = summary["recoveries"]

@@ -41,6 +41,7 @@ class SaveReport:
     Attributes:
         directory: of the checkpoints that it belongs to.
         error: why it failed, None where it did not.
+        lost_touch: it failed because another rank has gone; who else knows is not known.
         bytes: written by all ranks together.
         seconds: from the start to the last disk sync.
         stall_s: how long training stood still for it on this rank.
@@ -52,6 +53,7 @@ class SaveReport:
     bytes: int
     seconds: float
     stall_s: float
+    lost_touch: bool = False
 
     def line(self) -> str:
         """One line for the terminal."""
@@ -73,12 +75,19 @@ class _Job:
         self.stall_s = 0.0
         self.bytes = 0
         self.error: str | None = None
+        self.lost_touch = False
         self.ended = self.started
         self.thread: threading.Thread | None = None
 
     def report(self) -> SaveReport:
         return SaveReport(
-            self.step, self.store.directory, self.error, self.bytes, self.ended - self.started, self.stall_s
+            step=self.step,
+            directory=self.store.directory,
+            error=self.error,
+            bytes=self.bytes,
+            seconds=self.ended - self.started,
+            stall_s=self.stall_s,
+            lost_touch=self.lost_touch,
         )
 
 
@@ -162,7 +171,7 @@ class Saver:
         except CheckpointError as error:
             job.error = str(error)
         except Exception as error:  # noqa: BLE001 - a lost peer: the thread has only its report to speak by
-            job.error = f"lost touch with the other ranks: {error}"
+            job.error, job.lost_touch = f"lost touch with the other ranks: {error}", True
         finally:
             job.ended = time.monotonic()
             job.staged.set()

@@ -7,7 +7,7 @@ from pathlib import Path
 from ntp.checkpoint.load import load
 from ntp.checkpoint.save import Saver, SaveReport
 from ntp.checkpoint.store import CheckpointStore, checkpoint_directory
-from ntp.collectives import Mesh
+from ntp.collectives import Mesh, PeerLostError
 from ntp.config import Config
 from ntp.errors import CheckpointError
 from ntp.hugging_face import import_weights
@@ -114,14 +114,27 @@ class Checkpoints:
                 self._saver.save(trainer.optimizer, trainer.committed, place.store, place.keep)
                 break
 
-    def end(self) -> None:
-        """Wait for the last save. Raises CheckpointError if it failed: nothing later will make up for it."""
+    def end(self, trainer: Trainer) -> None:
+        """Wait for the last save; one that has failed is made once more, since none comes after it.
+
+        Raises:
+            CheckpointError: it has failed again, on every rank alike.
+            PeerLostError: another rank has gone in the middle.
+        """
+        last = self._outcome()
+        if last is not None and last.error is not None:
+            self._saver.save(trainer.optimizer, last.step, self._store, self._config.checkpoint.keep)
+            last = self._outcome()
+        if last is not None and last.error is not None:
+            raise CheckpointError(f"the last checkpoint, of step {last.step}, failed: {last.error}")
+
+    def _outcome(self) -> SaveReport | None:
+        """How the last checkpoint ended; None where there was none. Raises PeerLostError."""
         self._saver.finish()
         self._tell()
-        if self._last is not None and self._last.error is not None:
-            raise CheckpointError(
-                f"the last checkpoint, of step {self._last.step}, failed: {self._last.error}"
-            )
+        if self._last is not None and self._last.lost_touch:
+            raise PeerLostError(self._last.error)
+        return self._last
 
     def _places(self, step: int) -> list[_Place]:
         """Where saves go; a checkpoint makes a snapshot of the same step needless."""

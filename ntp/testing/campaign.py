@@ -41,6 +41,8 @@ def _fault(draw: random.Random, rank: int, before: Sequence[Fault]) -> Fault:
     """A fault in a place to which the run comes; one in a recovery is in that from a fault before."""
     kind = draw.choice(_KINDS)
     phase = Phase.STEP if kind == "nan" else draw.choice(_PHASES)
+    if kind == "disconnect" and phase is Part.OPTIMIZER:  # it talks to nobody
+        phase = Phase.UPDATE
     step = draw.randint(1, STEPS)
     match phase:
         case Phase.STARTUP:
