@@ -63,6 +63,15 @@ class Group(ABC):
         return self._exchange
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensors of its collectives are."""
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Wait for the device, and raise MembershipChangedError where what it did was cut short."""
+        self.confirm()
+
+    @property
     def leads(self) -> bool:
         """Whether this is the member with the lowest process rank, the one that reports."""
         return self.ranks[self.rank] == min(self.ranks)
@@ -201,6 +210,17 @@ class TorchGroup(Group):
     def confirm(self) -> None:
         """Raises MembershipChangedError where the generation is over."""
         self._check()
+
+    @property
+    def device(self) -> torch.device:
+        """See `Group`."""
+        return self._device
+
+    def synchronize(self) -> None:
+        """See `Group`."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.confirm()
 
     def abort(self) -> None:
         """End what is under way on the device, from another thread; it would wait for a dead peer for ever.

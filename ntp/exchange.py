@@ -57,10 +57,15 @@ class Backlog:
 
 
 class CutExchange:
-    """The exchange by collectives, complete when `start` returns."""
+    """The exchange by collectives, complete when `start` returns.
+
+    Attributes:
+        places: changes when storage has moved, whose addresses a captured graph would hold.
+    """
 
     def __init__(self, group: "Group"):
         self._group = group
+        self.places = 0
 
     def parts(self, tokens: int) -> Sequence[slice]:
         """The rows of each part, ascending."""

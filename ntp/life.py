@@ -132,9 +132,10 @@ class Life:
             world = fabric.group(plan.world, on_host=True)
             assert world is not None
             mesh = build_mesh(plan, self._job.rank, fabric)
+            carrier = _carrier(plan, self._job.device, world, mesh, fabric)
             built = time.time()
             era = _Era(self._job, self._control, self._meter, plan, world, mesh, self._started)
-            source, moved = era.settle(self._trainers)
+            source, moved = era.settle(self._trainers, carrier)
             if generation.generation > 0:
                 era.time_recovery(generation, self._left or met, built, source, moved)
             era.train()
@@ -169,11 +170,12 @@ class _Era:
             say=self._note if self._reports else lambda line: None,
         )
 
-    def settle(self, kept: list[Trainer]) -> tuple[str, int]:
+    def settle(self, kept: list[Trainer], carrier: Group) -> tuple[str, int]:
         """Bring the state to its places under this plan.
 
         Args:
             kept: the layouts that this process has; brought up to date, also where a loss ends this.
+            carrier: see `ntp.recovery.carry`.
 
         Returns:
             Where lost state came from, and the bytes that were received from other ranks.
@@ -185,7 +187,7 @@ class _Era:
             if decision.layout is None:
                 self._begin(kept, job.resume, job.strict)
             else:
-                moved = carry(job.config, self._plan, self._world, decision, kept, self._make)
+                moved = carry(job.config, self._plan, self._world, carrier, decision, kept, self._make)
                 for trainer in kept:
                     trainer.publish()
         except StateLostError as lost:
@@ -331,6 +333,17 @@ class _Era:
         while not self._control.has(FINISHED):
             self._control.check()
             time.sleep(_STANDBY_POLL_S / 10)
+
+
+def _carrier(plan: Plan, device: torch.device, world: Group, mesh: Mesh | None, fabric: TorchFabric) -> Group:
+    """The group in which state moves: every process, with tensors of the device."""
+    if device.type == "cpu":
+        return world
+    if mesh is not None and set(plan.workers) == set(plan.world):
+        return mesh.workers
+    carrier = fabric.group(plan.world)
+    assert carrier is not None
+    return carrier
 
 
 def _in_short(error: RuntimeError) -> str:

@@ -93,6 +93,7 @@ class PeerExchange(CutExchange):
             if self._products is not None:
                 self._products.memory.close()
             self._products = _Products(self._group, like)
+            self.places += 1
         return self._products.next_output(like.shape[0])
 
     def shares(self, output: Tensor, rows: slice) -> Sequence[Share]:
@@ -111,6 +112,7 @@ class PeerExchange(CutExchange):
             if self._norms is not None:
                 self._norms.memory.close()
             self._norms = _Norms(self._group, elements, norms.device)
+            self.places += 1
         return self._norms.gather(norms, total_units, first_unit, region=int(rows.start > 0))
 
     def start(self, shares: Sequence[Share], output: Tensor, finish: Finish) -> None:
@@ -163,6 +165,7 @@ class PeerExchange(CutExchange):
 
     def close(self) -> None:
         """See `CutExchange`."""
+        self.release()
         for memory in self._memories():
             memory.close()
         self._products = self._norms = None

@@ -62,10 +62,15 @@ class Surroundings:
         return connect(self.store_host, self.store_port, self.store_prefix, self.config.train.timeout_s)
 
 
+_CONNECTIONS = "32"
+"""Queues of a GPU. Streams that share one wait for each other, and some of ours wait for peers."""
+
+
 def main() -> None:
     """Run this worker to the end of training."""
     here = Surroundings.from_environment()
     torch.set_num_threads(1)  # a second thread would cut reductions elsewhere
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CONNECTIONS)
     device = choose_device(here.config.train.device, here.local_rank)
     control = Control(here.connect, here.rank)
     watch = FaultyWatch(control, here.config.faults if here.incarnation == 0 else (), here.rank)

@@ -73,7 +73,7 @@ def go_on(config, plan, data, survivors):
             return process.mesh and Trainer(config, plan, process.mesh, data, CPU, initialise=False)
 
         decision = agree(config, process.world, kept)
-        carry(config, plan, process.world, decision, kept, make)
+        carry(config, plan, process.world, process.world, decision, kept, make)
         if not kept:
             return None
         (trainer,) = kept
@@ -203,7 +203,7 @@ def test_fifty_losses_and_returns_change_no_bit_and_keep_memory_flat():
         if decision.layout is None:
             trainers[:] = [make(initialise=True)]
         else:
-            carry(config, process.plan, process.world, decision, trainers, make)
+            carry(config, process.plan, process.world, process.world, decision, trainers, make)
             trainers[0].publish()
         trainers[0].step(trainers[0].committed + 1)
         return trainers[0].hashes() if trainers[0].committed == 50 else None
