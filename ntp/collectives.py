@@ -5,8 +5,6 @@ ring order or a channel count. Implementations: `TorchGroup` over a torch.distri
 simulated ranks (threads) in `ntp.testing`.
 """
 
-import hashlib
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -256,20 +254,12 @@ class TorchGroup(Group):
             raise PeerLostError(str(error)) from error
 
     def _make_exchange(self) -> CutExchange:
-        if self.size == 1 or not self._through_peers or not self._is_on_one_host():
+        if self.size == 1 or not self._through_peers:
             return CutExchange(self)
         from ntp.peer_exchange import PeerExchange  # needs CUDA
+        from ntp.peer_memory import all_reach_all
 
-        return PeerExchange(self, self._check)
-
-    def _is_on_one_host(self) -> bool:
-        digest = hashlib.sha256(socket.gethostname().encode()).digest()
-        host = int.from_bytes(digest[:7], "big")
-        largest_and_least = torch.tensor([host, -host], device=self._device)
-        self.all_reduce(largest_and_least, "max")
-        largest, least = largest_and_least.tolist()
-        self.confirm()
-        return largest == -least
+        return PeerExchange(self, self._check) if all_reach_all(self) else CutExchange(self)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX

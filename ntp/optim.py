@@ -117,7 +117,6 @@ class DistributedOptimizer:
         """Clip what `vote` has taken over and update this rank's slices. Local: it cannot be cut short."""
         limit = self._config.max_grad_norm
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        self._gradient.mul_(scale / tokens)
         betas, eps, weight_decay = self._config.betas, self._config.eps, self._config.weight_decay
         split = next((part.first for part in self.slices if not part.spec.decay), None)
         split = len(self.master) if split is None else split * BLOCK
@@ -132,12 +131,18 @@ class DistributedOptimizer:
                 eps,
                 decay,
                 step,
+                grad_scale=scale / tokens,
             )
 
     def return_parameters(self) -> None:
         """Send every slice's master, in compute precision, to the ranks that hold its units."""
         dtype = self.buffer.parameters.dtype
         kept = {(part.spec.name, part.start): part for part in self.slices}
+        if self.buffer.keeps_what_it_holds:
+            for part in self.slices:
+                whole = Rectangle(part.spec, self.buffer.rank, part.units, part.start, part.stop)
+                self.buffer.rectangle(self.buffer.parameters, whole).copy_(part.of(self.master))
+            return
         outgoing: list[tuple[int, Tensor]] = []
         for sent in self._manifest.sends:
             part = kept[sent.spec.name, sent.start]

@@ -10,7 +10,9 @@ process (torch 2.11), and a process that has just joined would wait for ever.
 """
 
 import ctypes
+import struct
 import threading
+import uuid
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -125,6 +127,30 @@ class PeerMemory:
     def _mine(self, rank: int, signal: int) -> int:
         """Address of the word by which `rank` tells this one."""
         return self._bases[self.rank] + 4 * (signal * self.size + rank)
+
+
+def all_reach_all(group: "Group") -> bool:
+    """Whether every GPU of the group can address the memory of all others; collective over it."""
+    device = group.device
+    visible = {_identity(index): index for index in range(torch.cuda.device_count())}
+    mine = torch.tensor([_identity(device.index)], device=device)
+    everyone = group.all_gather(mine, [1] * group.size).tolist()
+    indices = [visible.get(tuple(identity)) for identity in everyone]
+    fails = torch.tensor([not all(_reaches(device.index, index) for index in indices)], device=device).int()
+    group.all_reduce(fails, "max")
+    found = not fails.item()
+    group.confirm()
+    return found
+
+
+def _identity(index: int) -> tuple[int, int]:
+    """A GPU's UUID as two i64: no other GPU of any host has it."""
+    first, second = struct.unpack("<qq", uuid.UUID(str(torch.cuda.get_device_properties(index).uuid)).bytes)
+    return first, second
+
+
+def _reaches(mine: int, theirs: int | None) -> bool:
+    return theirs is not None and (theirs == mine or torch.cuda.can_device_access_peer(mine, theirs))
 
 
 class _IpcHandle(ctypes.Structure):
