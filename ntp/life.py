@@ -24,6 +24,7 @@ from ntp.collectives import Group, MembershipChangedError, Mesh, PeerLostError, 
 from ntp.config import Config
 from ntp.control import Control
 from ntp.data import Datasets
+from ntp.device_proof import DeviceProof, compare
 from ntp.meter import Meter
 from ntp.plan import Plan, make_plan
 from ntp.protocol import (
@@ -61,6 +62,7 @@ class Job:
         resume, strict: where the first generation takes its state from (`ntp.checkpoint`).
         say: takes a line for the user; called by the reporter alone.
         watch: told of every phase; passes it on to the control store.
+        proof: what the device computes, compared with all others' in every generation.
     """
 
     config: Config
@@ -72,6 +74,7 @@ class Job:
     datasets: Datasets
     say: Callable[[str], None]
     watch: Watch
+    proof: DeviceProof | None = None
 
 
 class Life:
@@ -132,6 +135,7 @@ class Life:
             world = fabric.group(plan.world, on_host=True)
             assert world is not None
             mesh = build_mesh(plan, self._job.rank, fabric)
+            compare(world, self._job.proof)
             carrier = _carrier(plan, self._job.device, world, mesh, fabric)
             built = time.time()
             era = _Era(self._job, self._control, self._meter, plan, world, mesh, self._started)

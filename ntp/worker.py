@@ -19,6 +19,7 @@ from ntp.collectives import TorchFabric
 from ntp.config import Config, parse_config
 from ntp.control import Control
 from ntp.data import datasets_of
+from ntp.device_proof import prove
 from ntp.injector import FaultyWatch
 from ntp.life import Job, Life
 from ntp.plan import Plan
@@ -85,6 +86,7 @@ def main() -> None:
         datasets=datasets_of(here.config, cache_dir=here.run_dir / "tokens"),
         say=_say,
         watch=watch,
+        proof=prove(device),
     )
     groups = here.connect()
 
