@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ntp import recovery
 from ntp.data import datasets_of
+from ntp.parameters import parameter_specs
 from ntp.plan import make_plan
 from ntp.protocol import Phase
 from ntp.recovery import StateLostError, agree, carry, decide
@@ -109,6 +111,18 @@ def test_a_loss_at_any_point_of_a_step_changes_no_bit(parallel, victims, step, p
     assert hashes == unfailed.hashes
     assert steps == list(unfailed.steps[STEPS - len(steps) :])
     assert len(steps) >= STEPS - step
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 40])
+def test_state_travels_in_any_number_of_rounds(monkeypatch, elements):
+    monkeypatch.setattr(recovery, "_ROUND_ELEMENTS", elements)
+    config = make_config(LLAMA, parallel={"dp": 2, "tp": 2}, train={"steps": STEPS, "global_batch": 4})
+    specs = parameter_specs(config.model)
+    assert len(list(recovery._rounds(specs))) == (len(specs) if elements == 1 else 1)
+    data = datasets_of(config)
+    survivors = run_until_fault(config, make_plan(config), data, (3,), 2, Phase.VOTE)
+    _, _, hashes = go_on(config, make_plan(config, (3,), generation=1), data, survivors)
+    assert hashes == train(config, data).hashes
 
 
 class LastToUpdate(FaultAt):
