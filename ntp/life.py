@@ -333,6 +333,7 @@ class _Era:
         if self._reports:
             wall_s = time.monotonic() - self._started
             values = summary(self._plan, trainer.committed, trainer.result, hashes, usage, wall_s)
+            values |= {"checkpoints": self._checkpoints.figures.to_json(), "notes": self._notes}
             self._control.put(FINISHED, json.dumps(values))
         while not self._control.has(FINISHED):
             self._control.check()
