@@ -22,7 +22,7 @@ def test_one_rank_sums_and_exchanges_nothing():
     assert (only.microbatches, only.microbatch.sums, found.exchange) == (24, 0, 0)
     tokens = 24 * 2 * 4096
     assert only.microbatch.products * 24 == pytest.approx(6 * tokens * ELEMENTS / (989e12 * 0.63))
-    assert found.update == pytest.approx(ELEMENTS * (54 + 8) / 3000e9)
+    assert found.update == pytest.approx(ELEMENTS * (46 + 4) / 3000e9)
     assert found.tokens == tokens
     assert found.step == pytest.approx(found.compute + found.update)
 
@@ -31,10 +31,12 @@ def test_two_replicas_exchange_as_many_partial_sums_as_the_tree_leaves():
     """24 groups: each replica's 12 end as sums of 8 and of 4, and go to both copies of the state."""
     found = prediction("parallel.tp=1")
     assert [replica.microbatches for replica in found.replicas] == [12, 12]
-    assert found.exchange == pytest.approx(ELEMENTS / 2 * (2 * 2 * 4 + 2) / 175e9)
+    assert found.exchange == pytest.approx(ELEMENTS / 2 * 2 * 2 * 4 / 175e9)
     even = prediction("parallel.tp=1", "train.global_batch=32")  # 16 groups: one sum each
-    assert even.exchange == pytest.approx(ELEMENTS / 2 * (2 * 4 + 2) / 175e9)
+    assert even.exchange == pytest.approx(ELEMENTS / 2 * 2 * 4 / 175e9)
     assert even.update < found.update
+    once = prediction("parallel.tp=1", "train.global_batch=32", "optimizer.copies=1")
+    assert once.exchange == pytest.approx(ELEMENTS / 2 * (4 + 2) / 175e9)  # parameters come back
 
 
 def test_a_job_of_several_domains_exchanges_over_the_network():

@@ -59,14 +59,14 @@ def test_analytic_times_of_a_70b_layer_stack_by_hand():
     gemm = 6 * 4096 * rank.macs / (989e12 * 0.63)
     scores = 80 * 4 * 4096 * 4096 / 2 * 128 * 8
     attention = scores / (989e12 * 0.5) + 2.5 * scores / (989e12 * 0.43)
-    sums = (80 * 4 + 2) * 2 * 7 / 8 * 4096 * 8192 * 4 / 175e9
+    sums = (80 * 4 + 2) * 7 / 8 * 4096 * 8192 * (4 + 2) / 175e9
     norms, ffn, q, kv, vocab = 36 * 8192, 3584, 1024, 128, 126 * 128
     row_norms = 2 * (q + ffn + (q + 2 * kv) + 2 * ffn)
     layer = norms + 4 * 6 * 8192 + 18 * ffn + 8 * (q + kv) + row_norms
     pointwise = (4096 * (80 * layer + 8 * vocab) + 8 * rank.elements) / 3000e9
     assert found.microbatch[8] == pytest.approx(gemm + attention + sums + pointwise, rel=1e-6)
-    sent = rank.elements / 2 * (2 * 4 + 2)  # two copies of a float32 gradient, a bfloat16 parameter
-    update = rank.elements * (54 + 12 + 8) + 2 * sent
+    sent = rank.elements / 2 * 2 * 4  # a float32 gradient for two copies of the state, so nothing comes back
+    update = rank.elements * (46 + 12 + 4) + 2 * sent
     assert found.exchange[8] == pytest.approx(sent / 50e9 + update / 3000e9, rel=1e-6)
 
 

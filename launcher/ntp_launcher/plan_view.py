@@ -122,7 +122,7 @@ def _counted(numbers: list[int]) -> str:
 
 def show_prediction(found: Prediction, console: Console) -> None:
     """A microbatch in parts on every kind of replica, then the step; milliseconds."""
-    table = Table("replicas", title="one microbatch, forward and backward, ms on the busiest rank")
+    table = Table("which", title="one microbatch, forward and backward, ms on the busiest rank")
     for heading in ("degree", "number", "products", "attention", "pointwise", "sums", "all"):
         table.add_column(heading, justify="right")
     kinds: dict[tuple[int, int], list[int]] = {}

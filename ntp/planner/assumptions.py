@@ -85,8 +85,8 @@ def gpu_assumptions(step: Step) -> str:
         f"x {gpu.attention_efficiency:g} in attention forward and x {gpu.attention_backward_efficiency:g} "
         f"backward, memory {gpu.hbm_gbytes_s:g} GB/s and {gpu.memory_gib:g} GiB, NVLink "
         f"{gpu.nvlink_gbytes_s:g} GB/s, network {gpu.network_gbytes_s:g} GB/s, {step.overlap:.0%} of "
-        f"communication hidden, {step.sum_bytes} B an element summed in a replica; whole units on the "
-        "busiest rank; launches hidden, one document a sequence"
+        f"communication hidden, {step.sum_bytes} + {step.result_bytes} B an element summed in a replica; "
+        "whole units on the busiest rank; launches hidden, one document a sequence"
     )
 
 

@@ -121,7 +121,7 @@ class Step(Section):
     """Time of a microbatch and of the gradient exchange at each degree.
 
     `proportional`: a microbatch takes tp / degree of the healthy time, everything else is free.
-    `analytic`: what the busiest rank computes and moves, all-reduces in the domain, exchange on the network.
+    `analytic`: what the busiest rank computes and moves, sums in the domain, exchange on the network.
     `table`: measured, a CSV with the columns degree, microbatch_s, exchange_s.
     """
 
@@ -129,7 +129,8 @@ class Step(Section):
     table: FilePath | None = None
     gpu: Gpu = Gpu()
     overlap: Ratio = 0.0  # share of communication hidden behind computation
-    sum_bytes: Positive = 4  # an element of the all-reduce inside a replica: this trainer sums int32
+    sum_bytes: Positive = 4  # an element of a cut product on its way to be summed: int32
+    result_bytes: Positive = 2  # the sum on its way back: bfloat16 between peers, 4 as a collective
 
     @model_validator(mode="after")
     def _table_is_used(self) -> Self:

@@ -24,11 +24,11 @@ _ROW_NORMS = 2  # times width of what enters a cut product
 _LOGITS = 8  # times vocabulary: written, read, their gradient written, read
 # Bytes of an element.
 _ACCUMULATE = 8  # of a microbatch: the float32 gradient is read and written
-_UPDATE = 54  # of kept state: taking the gradient over, its norm and scale, AdamW, rounding
-_RENEW = 8  # of a stored element: the gradient is zeroed, the new parameter put in its place
+_UPDATE = 46  # of kept state: taking the gradient over, its norm, AdamW, rounding into place
+_ZERO = 4  # of a stored element: the gradient's
 _ADD = 12  # of kept state and addition of two float32 gradients
-_PACK = 8  # of an element sent between replicas
 _GRADIENT, _PARAMETER = 4, 2
+_PACKED = 2  # a byte that is sent is read and written before
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class MicrobatchTime:
         products: with weights.
         attention: scores and their use; backward computes the scores again.
         pointwise: everything that memory bounds.
-        sums: the all-reduces of cut products in a replica, as rings.
+        sums: of cut products in a replica: integers to the owners of rows, results back to all.
     """
 
     products: float
@@ -111,13 +111,14 @@ def microbatch_time(step: Step, job: Job, rank: RankLoad, degree: int) -> Microb
     forward = scores / (flops * gpu.attention_efficiency)
     backward = 2.5 * scores / (flops * gpu.attention_backward_efficiency)
     moved = tokens * _bytes_per_token(job, rank) + _ACCUMULATE * rank.elements
-    summed = (_SUMS * rank.layers + _TABLE_SUMS) * tokens * model.hidden_size * step.sum_bytes
+    elements = (_SUMS * rank.layers + _TABLE_SUMS) * tokens * model.hidden_size
+    summed = elements * (step.sum_bytes + step.result_bytes)
     again = _computed_again(batch)
     return MicrobatchTime(
         products=(6 + 2 * again) * tokens * rank.macs / (flops * gpu.gemm_efficiency),
         attention=forward + backward + forward * (batch.recompute != "none"),
         pointwise=moved / (gpu.hbm_gbytes_s * 1e9),
-        sums=(1 + again / 2) * summed * 2 * (degree - 1) / degree / (gpu.nvlink_gbytes_s * 1e9),
+        sums=(1 + again / 2) * summed * (degree - 1) / degree / (gpu.nvlink_gbytes_s * 1e9),
     )
 
 
@@ -158,13 +159,15 @@ def exchange_time(rank: RankLoad, spread: Spread, gbytes_s: float) -> float:
 
 
 def _sent_bytes(rank: RankLoad, spread: Spread) -> float:
+    """Nothing comes back to a rank that keeps the state of all that it holds."""
     gradients = _GRADIENT * spread.nodes * spread.copies
-    return rank.elements * (spread.dp - 1) / spread.dp * (gradients + _PARAMETER)
+    parameters = _PARAMETER if spread.copies < spread.dp else 0
+    return rank.elements * (spread.dp - 1) / spread.dp * (gradients + parameters)
 
 
 def update_time(rank: RankLoad, spread: Spread, gpu: Gpu) -> float:
     """Seconds to add the gradients of replicas, to update this rank's share of the state and to pack both."""
     kept = rank.elements * spread.copies / spread.dp
-    moved = kept * (_UPDATE + _ADD * (spread.all_nodes - 1)) + _RENEW * rank.elements
-    moved += _sent_bytes(rank, spread) / _GRADIENT * _PACK
+    moved = kept * (_UPDATE + _ADD * (spread.all_nodes - 1)) + _ZERO * rank.elements
+    moved += _PACKED * _sent_bytes(rank, spread)
     return moved / (gpu.hbm_gbytes_s * 1e9)
