@@ -1,6 +1,8 @@
 """Between a commit and the next one the state travels to host memory: whole, and as it was."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from ntp.checkpoint import staging
 from ntp.checkpoint.save import Saver
 from ntp.checkpoint.staging import Staging
 from ntp.data import datasets_of
+from ntp.life import Job, _Era
 from ntp.optim import DistributedOptimizer
 from ntp.parameters import BLOCK, parameter_specs
 from ntp.plan import make_plan
@@ -103,6 +106,25 @@ def test_no_copy_crosses_from_one_pinned_range_to_the_next(monkeypatch):
             assert any(start <= first and stop <= start + size for start, size in runtime.pinned.items())
         del made._memory
         assert not runtime.pinned  # given back
+
+
+def test_a_generation_that_is_over_is_forgotten_at_once(tmp_path):
+    """On the reporter too, and without a search for cycles: it holds the state of an old layout."""
+    config, said = saving_config(), []
+    job = Job(config, 0, tmp_path, None, False, torch.device("cpu"), None, said.append, None)
+
+    def body(member):
+        era = _Era(job, None, None, member.plan, member.mesh.host, member.mesh, 0.0)
+        era._checkpoints._say("a note")
+        return weakref.ref(era)
+
+    gc.disable()
+    try:
+        (era,) = simulate(body, make_plan(config)).values()
+        assert era() is None
+    finally:
+        gc.enable()
+    assert said == ["a note"]
 
 
 class FakeRuntime:
