@@ -108,6 +108,23 @@ def test_no_copy_crosses_from_one_pinned_range_to_the_next(monkeypatch):
         assert not runtime.pinned  # given back
 
 
+def test_few_copies_are_queued_at_a_time(monkeypatch):
+    """Whatever the trainer reads from the device stands behind those that are."""
+    monkeypatch.setattr(staging, "COPY_ELEMENTS", 3000)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", FakeDevice)
+    monkeypatch.setattr(FakeEvent, "pending", 0)
+    monkeypatch.setattr(FakeEvent, "most", 0)
+    ((optimizer, made),) = stagings(saving_config())
+    made._copy_behind(FakeStream())
+    assert len(made._copies) > 2 * staging._QUEUED
+    assert FakeEvent.most == staging._QUEUED
+    parts = [part for part in optimizer.slices if part.counts]
+    assert all(
+        torch.equal(s.values, p.of(optimizer.master)) for s, p in zip(made.shards[::3], parts, strict=True)
+    )
+
+
 def test_a_generation_that_is_over_is_forgotten_at_once(tmp_path):
     """On the reporter too, and without a search for cycles: it holds the state of an old layout."""
     config, said = saving_config(), []
@@ -150,3 +167,24 @@ class FakeDevice:
 
     def __exit__(self, *failure):
         return None
+
+
+class FakeEvent:
+    """Counts what has been queued and not waited for."""
+
+    pending = most = 0
+
+    def __init__(self, blocking=False):
+        assert blocking  # a thread that waits leaves its core to others
+
+    def record(self, stream):
+        FakeEvent.pending += 1
+        FakeEvent.most = max(FakeEvent.most, FakeEvent.pending)
+
+    def synchronize(self):
+        FakeEvent.pending -= 1
+
+
+class FakeStream:
+    def synchronize(self):
+        FakeEvent.pending = 0

@@ -22,7 +22,7 @@ def test_one_rank_sums_and_exchanges_nothing():
     assert (only.microbatches, only.microbatch.sums, found.exchange) == (24, 0, 0)
     tokens = 24 * 2 * 4096
     assert only.microbatch.products * 24 == pytest.approx(6 * tokens * ELEMENTS / (989e12 * 0.63))
-    assert found.update == pytest.approx(ELEMENTS * (46 + 4) / 3000e9)
+    assert found.update == pytest.approx(ELEMENTS * (46 + 24 * 4 + 23 * 12) / 3000e9)
     assert found.tokens == tokens
     assert found.step == pytest.approx(found.compute + found.update)
 

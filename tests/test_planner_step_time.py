@@ -66,7 +66,8 @@ def test_analytic_times_of_a_70b_layer_stack_by_hand():
     pointwise = (4096 * (80 * layer + 8 * vocab) + 8 * rank.elements) / 3000e9
     assert found.microbatch[8] == pytest.approx(gemm + attention + sums + pointwise, rel=1e-6)
     sent = rank.elements / 2 * 2 * 4  # a float32 gradient for two copies of the state, so nothing comes back
-    update = rank.elements * (46 + 12 + 4) + 2 * sent
+    groups = rank.elements * (4 * 4 + 3 * 12)  # four in a replica, each zeroed, three additions
+    update = groups + rank.elements * (46 + 12) + 2 * sent
     assert found.exchange[8] == pytest.approx(sent / 50e9 + update / 3000e9, rel=1e-6)
 
 

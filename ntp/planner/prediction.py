@@ -25,7 +25,7 @@ class ReplicaTime:
     Attributes:
         microbatch: of one; `compute` is of all of them.
         exchange: of gradients and parameters with the other replicas, not hidden.
-        update: of adding gradients and renewing state and parameters.
+        update: of adding gradients, also those of groups on the way, and renewing state and parameters.
     """
 
     index: int
@@ -94,7 +94,8 @@ def predict(config: Config, failed: Collection[int], domain_size: int, step: Ste
     found: list[ReplicaTime] = []
     for replica, own in zip(plan.replicas, nodes, strict=True):
         rank = heaviest_rank(job, plans, replica.degree)
-        spread = Spread(dp=dp, copies=min(plan.copies, dp), nodes=own, all_nodes=sum(nodes))
+        groups, copies = len(replica.groups), min(plan.copies, dp)
+        spread = Spread(dp=dp, copies=copies, groups=groups, nodes=own, all_nodes=sum(nodes))
         microbatch = microbatch_time(step, job, rank, replica.degree)
         found.append(
             ReplicaTime(

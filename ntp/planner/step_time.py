@@ -88,7 +88,9 @@ def step_times(step: Step, job: Job, plans: Plans) -> StepTimes:
 def analytic(step: Step, job: Job, plans: Plans, degree: int) -> tuple[float, float]:
     """Seconds of a microbatch, and of exchange and update, on the busiest rank (`ntp.planner.work`)."""
     rank = heaviest_rank(job, plans, degree)
-    spread = Spread(dp=job.dp, copies=min(plans.config.optimizer.copies, job.dp), nodes=1, all_nodes=job.dp)
+    copies = min(plans.config.optimizer.copies, job.dp)
+    groups = count_units(_microbatches(job.batch, job.dp), job.batch.grad_group)
+    spread = Spread(dp=job.dp, copies=copies, groups=groups, nodes=1, all_nodes=job.dp)
     exchange = (1 - step.overlap) * exchange_time(rank, spread, step.gpu.network_gbytes_s)
     microbatch = microbatch_time(step, job, rank, degree).total(step.overlap)
     return microbatch, exchange + update_time(rank, spread, step.gpu)

@@ -25,8 +25,8 @@ _LOGITS = 8  # times vocabulary: written, read, their gradient written, read
 # Bytes of an element.
 _ACCUMULATE = 8  # of a microbatch: the float32 gradient is read and written
 _UPDATE = 46  # of kept state: taking the gradient over, its norm, AdamW, rounding into place
-_ZERO = 4  # of a stored element: the gradient's
-_ADD = 12  # of kept state and addition of two float32 gradients
+_ZERO = 4  # of a stored element and group: the gradient's
+_ADD = 12  # of an addition of two float32 gradients
 _GRADIENT, _PARAMETER = 4, 2
 _PACKED = 2  # a byte that is sent is read and written before
 
@@ -143,12 +143,14 @@ class Spread:
 
     Attributes:
         copies: of the optimizer's state, at most dp.
+        groups: of microbatches that this replica computes, each with a gradient sum of its own.
         nodes: partial sums of gradients that this replica sends for one element.
         all_nodes: those of all replicas.
     """
 
     dp: int
     copies: int
+    groups: int
     nodes: int
     all_nodes: int
 
@@ -166,8 +168,9 @@ def _sent_bytes(rank: RankLoad, spread: Spread) -> float:
 
 
 def update_time(rank: RankLoad, spread: Spread, gpu: Gpu) -> float:
-    """Seconds to add the gradients of replicas, to update this rank's share of the state and to pack both."""
+    """Seconds to add the gradients of groups and replicas, to update this rank's share, and to pack both."""
     kept = rank.elements * spread.copies / spread.dp
-    moved = kept * (_UPDATE + _ADD * (spread.all_nodes - 1)) + _ZERO * rank.elements
+    folded = _ZERO * spread.groups + _ADD * (spread.groups - spread.nodes)
+    moved = kept * (_UPDATE + _ADD * (spread.all_nodes - 1)) + folded * rank.elements
     moved += _PACKED * _sent_bytes(rank, spread)
     return moved / (gpu.hbm_gbytes_s * 1e9)
