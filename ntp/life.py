@@ -145,6 +145,25 @@ class Life:
             era.train()
 
 
+class _Notes:
+    """Lines that the user has been told, kept for the launcher until its next message.
+
+    It knows no `_Era`, which would otherwise keep itself, and with it the state of an old layout, alive.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._kept: list[str] = []
+
+    def add(self, line: str) -> None:
+        self._say(line)
+        self._kept.append(line)
+
+    def take(self) -> list[str]:
+        kept, self._kept = self._kept, []
+        return kept
+
+
 class _Era:
     """One worker's part in one generation."""
 
@@ -160,7 +179,7 @@ class _Era:
     ):
         self._job, self._control, self._plan, self._world, self._mesh = job, control, plan, world, mesh
         self._meter, self._started = meter, started
-        self._notes: list[str] = []
+        self._notes = _Notes(job.say)
         self._reports = job.rank == plan.reporter
         self._trainer: Trainer | None = None
         self._recovery: RecoveryTimes | None = None
@@ -171,7 +190,7 @@ class _Era:
             job.run_dir,
             snapshot_directory(job.run_dir),
             mesh,
-            say=self._note if self._reports else lambda line: None,
+            say=self._notes.add if self._reports else lambda line: None,
         )
 
     def settle(self, kept: list[Trainer], carrier: Group) -> tuple[str, int]:
@@ -302,14 +321,10 @@ class _Era:
         if held_out is not None:
             line["held_out_loss"] = held_out
         line |= self._meter.read()
-        if self._notes:
-            line["notes"], self._notes = self._notes, []
+        notes = self._notes.take()
+        if notes:
+            line["notes"] = notes
         self._control.put(metrics_key(result.step), json.dumps(line))
-
-    def _note(self, line: str) -> None:
-        """Tell the user, and the launcher with the next metrics."""
-        self._job.say(line)
-        self._notes.append(line)
 
     def _tracing(self, step: int) -> AbstractContextManager[None]:
         job = self._job
@@ -333,6 +348,7 @@ class _Era:
         if self._reports:
             wall_s = time.monotonic() - self._started
             values = summary(self._plan, trainer.committed, trainer.result, hashes, usage, wall_s)
+            values |= {"checkpoints": self._checkpoints.figures.to_json(), "notes": self._notes.take()}
             self._control.put(FINISHED, json.dumps(values))
         while not self._control.has(FINISHED):
             self._control.check()
