@@ -27,14 +27,9 @@ import torch
 
 from . import gemm_plain
 from .cut_scale import (
-    POISON,
     RowScale,
-    as_columns,
-    as_rows,
-    column_exponent,
     column_scale,
     finish,
-    row_exponent,
     row_norms,
     row_scale,
     segment_units,
@@ -42,13 +37,10 @@ from .cut_scale import (
 from .tuning import PLAIN, Tile, choose
 
 __all__ = [
-    "POISON",
     "RowScale",
-    "column_exponent",
     "column_scale",
     "cut_matmul",
     "finish",
-    "row_exponent",
     "row_norms",
     "row_scale",
 ]
@@ -59,7 +51,7 @@ Form = Literal["chain", "leaf"]
 def cut_matmul(
     a: torch.Tensor,
     w: torch.Tensor,
-    row: RowScale | torch.Tensor,
+    row: RowScale,
     column: torch.Tensor,
     total_units: int,
     first_unit: int = 0,
@@ -70,16 +62,16 @@ def cut_matmul(
 ) -> torch.Tensor:
     """Return i32 [M, D], to be combined over ranks by SUM: the local share of a [M, U, R] times w [U, R, D].
 
-    bf16 operands, contiguous, R and D multiples of 16. row, column: from `row_scale` and `column_scale`, or
-    int32 from `row_exponent` and `column_exponent`, over all `total_units` units; `first_unit`: global id of
-    the first local one. Rows and columns whose scale is NaN or beyond float32 hold no meaning. `tile`
-    overrides the tuned one; `out`, contiguous, receives the result.
+    bf16 operands, contiguous, R and D multiples of 16. row, column: from `row_scale` and `column_scale` over
+    all `total_units` units; `first_unit`: global id of the first local one. Rows and columns whose scale is
+    NaN or beyond float32 hold no meaning. `tile` overrides the tuned one; `out`, contiguous, receives the
+    result.
     """
     m, units, rows = a.shape
     assert w.shape[:2] == (units, rows)
     assert rows % 16 == w.shape[2] % 16 == 0
     assert first_unit + units <= total_units
-    row, scales = as_rows(row), (as_rows(row).bound, as_columns(column))
+    scales = (row.bound, column)
     out = a.new_empty(m, w.shape[2], dtype=torch.int32) if out is None else out
     flat_a, flat_w = a.view(m, units * rows), w.view(units * rows, w.shape[2])
     if form == "leaf":

@@ -11,9 +11,6 @@ ranks along the first dimension, in unit order, and `row_scale` adds the units o
 tree. That is 4 M U bytes in all, 3 % of the integers that follow for a Llama-3-8B FFN. The column's side
 `column_scale` f32 [D] combines over ranks by MAX.
 
-`row_exponent` and `column_exponent`, int32 [M] and [D], both combine by MAX: they bound a segment by its
-largest unit, which costs accuracy where one unit holds an outlier.
-
 Everything keeps NaN and infinity: a row or column that holds one has the norm NaN and finishes as NaN. A norm
 beyond float32 is infinite and finishes as infinity, a zero norm as exact zeros.
 """
@@ -38,10 +35,6 @@ LEAST_ALLOWANCE = 0.25
 """Of several segments: room for outliers, which drift further than a random walk. Part of the numerics."""
 SLACK = 1.0006
 """On either norm: covers their rounding, that of their product and the floor of 128 steps."""
-POISON = 1 << 20
-"""Exponent of a row or column with a NaN or an infinity, as in `ntp_kernels.reference.gemm`."""
-MIN_EXPONENT = -126
-"""Exponent of a zero row or column, and lower bound of all."""
 
 
 def segment_units(total_units: int, unit_rows: int) -> int:
@@ -108,41 +101,9 @@ def column_scale(w: torch.Tensor) -> torch.Tensor:
     return norms.amax(0).mul_(SLACK)  # both keep NaN
 
 
-def row_exponent(a: torch.Tensor) -> torch.Tensor:
-    """Return i32 [M] for MAX over ranks: 2^e exceeds the bound of any cut of the units of a [M, U, R]."""
-    factor = SLACK * 2 * segment_units(1, a.shape[2])  # an allowance of 1
-    return _exponent(row_norms(a).amax(0).mul_(factor))
-
-
-def column_exponent(w: torch.Tensor) -> torch.Tensor:
-    """Return i32 [D] for MAX over ranks: 2^e exceeds the scale of any cut of the units of w [U, R, D]."""
-    return _exponent(column_scale(w))
-
-
-_WINDOW = 1 << 22
-"""Units that a chain can hold on either side of its start."""
-
-
-def as_rows(value: RowScale | torch.Tensor) -> RowScale:
-    """Return a row scale, or that of int32 exponents [M], whose factor leaves an allowance of 1."""
-    if isinstance(value, RowScale):
-        return value
-    bound = as_columns(value)
-    return RowScale(bound, torch.full_like(bound, _WINDOW // 2, dtype=torch.int32))
-
-
-def as_columns(value: torch.Tensor) -> torch.Tensor:
-    """Return the f32 scale [n] of a scale or of i32 exponents [n]: 2^e, NaN for POISON, 0 for a zero row."""
-    if value.dtype == torch.float32:
-        return value
-    bits = (value.clamp(MIN_EXPONENT, 128) + 127) << 23
-    scale = bits.view(torch.float32).masked_fill(value == POISON, torch.nan)
-    return scale.masked_fill_(value == MIN_EXPONENT, 0.0)
-
-
 def finish(
     total: torch.Tensor,
-    row_scale: RowScale | torch.Tensor,
+    row_scale: RowScale,
     column_scale: torch.Tensor,
     total_units: int,
     dtype: torch.dtype,
@@ -159,19 +120,19 @@ def finish(
     step = total.stride(0) if total.dim() == 3 else 0
     out = total.new_empty(m, d, dtype=dtype) if out is None else out
     grid = (triton.cdiv(m, 4), triton.cdiv(d, 1024))
-    rows = as_columns(row_scale.bound if isinstance(row_scale, RowScale) else row_scale)
-    columns = as_columns(column_scale)
     _finish_kernel[grid](
-        total, rows, columns, out, m, d, step, PIECES=total.numel() // (m * d), ROWS=4, COLUMNS=1024
+        total,
+        row_scale.bound,
+        column_scale,
+        out,
+        m,
+        d,
+        step,
+        PIECES=total.numel() // (m * d),
+        ROWS=4,
+        COLUMNS=1024,
     )
     return out
-
-
-def _exponent(bound: torch.Tensor) -> torch.Tensor:
-    """The smallest e with bound < 2^e."""
-    exponent = torch.frexp(bound).exponent.to(torch.int32).clamp_(min=MIN_EXPONENT + 1)
-    exponent = exponent.masked_fill_(bound == 0, MIN_EXPONENT)
-    return exponent.masked_fill_(~torch.isfinite(bound), POISON)
 
 
 def _block(unit_rows: int) -> int:

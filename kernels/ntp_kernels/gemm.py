@@ -18,29 +18,23 @@ import triton.language as tl
 
 from . import gemm_plain
 from .cut import (
-    POISON,
     RowScale,
-    column_exponent,
     column_scale,
     cut_matmul,
     finish,
-    row_exponent,
     row_norms,
     row_scale,
 )
 from .tuning import PLAIN, Op, Tile, choose
 
 __all__ = [
-    "POISON",
     "RowScale",
     "bias_grad",
-    "column_exponent",
     "column_scale",
     "cut_matmul",
     "finish",
     "linear",
     "linear_wgrad",
-    "row_exponent",
     "row_norms",
     "row_scale",
 ]

@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 from ntp_kernels import cut_scale, gemm, gemm_plain, tuning
-from ntp_kernels.reference import gemm as reference
 
 SMALL = tuning.Tile("plain", 32, 32, 16, stages=2, split=2, warps=4)
 
@@ -103,15 +102,6 @@ def test_finish_undoes_the_grid(integers) -> None:
     assert torch.equal(gemm.finish(total, row_scale, column_scale, 4, torch.float32).double(), exact(a, w))
 
 
-def test_exponents_serve_instead_of_scales(integers) -> None:
-    a, w = integers(5, 4, 16), integers(4, 16, 48)
-    row, column = gemm.row_exponent(a), gemm.column_exponent(w)
-    halves = [gemm.row_exponent(a[:, :1].contiguous()), gemm.row_exponent(a[:, 1:].contiguous())]
-    assert torch.equal(torch.maximum(*halves), row)
-    total = gemm.cut_matmul(a, w, row, column, 4, form="leaf")
-    assert torch.equal(gemm.finish(total, row, column, 4, torch.float32).double(), exact(a, w))
-
-
 def block_norms(x: torch.Tensor, block: int) -> torch.Tensor:
     """x [..., R] -> the 2-norms of its blocks in float64 [..., R / block]."""
     return x.double().unflatten(-1, (-1, block)).norm(dim=-1)
@@ -161,24 +151,14 @@ def test_a_bad_value_poisons_its_row_or_column_and_no_other(integers, bad: float
     assert torch.equal(result.isnan(), expected)
 
 
-def test_bad_exponents_poison_too(integers) -> None:
-    a, w = integers(5, 4, 16), integers(4, 16, 48)
-    a[2, 1, 3] = torch.nan
-    row, column = gemm.row_exponent(a), gemm.column_exponent(w)
-    assert row[2] == gemm.POISON == reference.POISON
-    result = gemm.finish(gemm.cut_matmul(a, w, row, column, 4), row, column, 4, torch.float32)
-    assert result[2].isnan().all()
-    assert not result[[0, 1, 3, 4]].isnan().any()
-
-
 def test_zero_rows_and_columns_give_exact_zeros(integers) -> None:
     a, w = integers(5, 4, 16), integers(4, 16, 48)
     a[1] = 0
     w[:, :, 9] = 0
-    for row, column in (scales(a, w), (gemm.row_exponent(a), gemm.column_exponent(w))):
-        result = gemm.finish(gemm.cut_matmul(a, w, row, column, 4), row, column, 4, torch.bfloat16)
-        assert (result[1].view(torch.int16) == 0).all()
-        assert (result[:, 9].reshape(-1) == 0).all()
+    row, column = scales(a, w)
+    result = gemm.finish(gemm.cut_matmul(a, w, row, column, 4), row, column, 4, torch.bfloat16)
+    assert (result[1].view(torch.int16) == 0).all()
+    assert (result[:, 9].reshape(-1) == 0).all()
 
 
 def test_the_repair_touches_only_rows_that_strayed(integers, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from ntp_kernels import dispatch as kernels
-from ntp_kernels.reference.gemm import MIN_EXPONENT, POISON, column_exponent, grid_bits, row_exponent
+from ntp_kernels.reference.gemm import MIN_EXPONENT, POISON, column_scale, grid_bits, row_norms, row_scale
 
 M, D, U, R = 24, 48, 5, 16
 CUTS = [(0, 1, 1, 5), (0, 1, 2, 3, 4, 5), (0, 2, 5), (0, 3, 4, 5)]
@@ -25,11 +25,15 @@ def parts(cut: tuple[int, ...]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(cut)]
 
 
+def row_exponents(a: torch.Tensor) -> torch.Tensor:
+    return row_scale(row_norms(a), a.shape[2])
+
+
 def cut_product(a: torch.Tensor, w: torch.Tensor, cut: tuple[int, ...] = (0, U)) -> torch.Tensor:
     """What ranks that hold the parts of `cut` compute together."""
     pieces = [(a[:, part].contiguous(), w[part].contiguous()) for part in parts(cut)]
-    rows = torch.stack([row_exponent(piece) for piece, _ in pieces]).amax(0)
-    columns = torch.stack([column_exponent(unit) for _, unit in pieces]).amax(0)
+    rows = row_scale(torch.cat([row_norms(piece) for piece, _ in pieces]), a.shape[2])
+    columns = torch.stack([column_scale(unit) for _, unit in pieces]).amax(0)
     totals = [kernels.cut_matmul(piece, unit, rows, columns, w.shape[0]) for piece, unit in pieces]
     total = torch.stack(totals).sum(0, dtype=torch.int32)
     return kernels.finish(total, rows, columns, w.shape[0], a.dtype)
@@ -121,7 +125,7 @@ def test_the_bound_holds_where_float32_norms_say_exactly_one():
     """Rows (1, ..., -2^-12), (-1, ..., 2^-12): without slack the product would reach the end of the grid."""
     a, w = torch.zeros(1, 1, R), torch.zeros(1, R, 1)
     a[0, 0, 0], a[0, 0, -1], w[0, 0, 0], w[0, -1, 0] = 1, -(2.0**-12), -1, 2.0**-12
-    assert torch.equal(row_exponent(a), torch.tensor([1], dtype=torch.int32))
+    assert torch.equal(row_exponents(a), torch.tensor([1], dtype=torch.int32))
     assert torch.equal(cut_product(a, w).double(), exact(a, w).float().double())
 
 
@@ -154,7 +158,7 @@ def test_zero_rows_and_columns_are_exact_positive_zeros():
     result = cut_product(a, w)
     assert torch.equal(result[3].view(torch.int32), torch.zeros(D, dtype=torch.int32))
     assert torch.equal(result[:, 5].contiguous().view(torch.int32), torch.zeros(M, dtype=torch.int32))
-    assert row_exponent(a)[3] == MIN_EXPONENT
+    assert row_exponents(a)[3] == MIN_EXPONENT
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -167,16 +171,16 @@ def test_a_bad_number_poisons_exactly_its_row_or_column_on_every_rank(bad: float
     expected[7], expected[:, 9] = True, True
     assert torch.equal(result.isnan(), expected)
     assert torch.equal(result[~expected], clean[~expected])
-    assert row_exponent(a)[7] == POISON
+    assert row_exponents(a)[7] == POISON
 
 
 def test_exponents_are_the_smallest_that_bound_the_largest_unit():
     a = gaussian(M, U, R)
     norms = a.double().square().sum(2).sqrt().amax(1) * 1.001
-    exponent = row_exponent(a).double()
+    exponent = row_exponents(a).double()
     assert (norms < torch.exp2(exponent)).all()
     assert (norms >= torch.exp2(exponent - 1)).all()
-    assert torch.equal(column_exponent(a.permute(1, 2, 0).contiguous()).double(), exponent)
+    assert torch.equal(column_scale(a.permute(1, 2, 0).contiguous()).double(), exponent)
 
 
 @pytest.mark.parametrize("length", [1, 3, 8, 17, 400])

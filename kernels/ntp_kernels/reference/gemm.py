@@ -77,18 +77,10 @@ def row_scale(norms: torch.Tensor, unit_rows: int) -> torch.Tensor:
     return _exponent(norms)
 
 
-def row_exponent(a: torch.Tensor) -> torch.Tensor:
-    """Return i32 [M]: the scale of the rows of a [M, U, R] by the units at hand."""
-    return row_scale(row_norms(a), a.shape[2])
-
-
-def column_exponent(w: torch.Tensor) -> torch.Tensor:
+def column_scale(w: torch.Tensor) -> torch.Tensor:
     """Return i32 [D]: the smallest e with SLACK * |w_uj| < 2^e for every unit u of w [U, R, D]."""
     sums = [unit.double().square_().sum(0) for unit in w]
     return _exponent(torch.stack(sums).sqrt_() if sums else w.new_zeros(0, w.shape[2], dtype=torch.float64))
-
-
-column_scale = column_exponent
 
 
 def grid_bits(total_units: int) -> int:
