@@ -68,6 +68,11 @@ class ParamAndGradBuffer:
         """The ranks of `replica` that this one sends updated parameters to, and the units they hold."""
         return self.carried_by(spec, replica)
 
+    @property
+    def keeps_what_it_holds(self) -> bool:
+        """Whether every rank keeps the optimizer slices of all the units that it computes with."""
+        return self.plan.copies == len(self.plan.replicas)
+
     def counts(self, spec: ParameterSpec) -> bool:
         """Whether this rank's slice of `spec` is the one that enters sums over the whole model."""
         return spec.kind is not None or self.replica.members[0] == self.rank
@@ -163,6 +168,11 @@ class NonuniformTPParamAndGradBuffer(ParamAndGradBuffer):
     def held_by(self, spec: ParameterSpec, replica: Replica) -> OwnerTable:
         """By the owner tables: every rank of the replica that holds a copy."""
         return holders(spec, replica)
+
+    @property
+    def keeps_what_it_holds(self) -> bool:
+        """Never: what is replicated has one carrier in a replica."""
+        return False
 
     def counts(self, spec: ParameterSpec) -> bool:
         """Always: a unit has one carrier in a replica, so no slice is there twice."""

@@ -5,8 +5,6 @@ ring order or a channel count. Implementations: `TorchGroup` over a torch.distri
 simulated ranks (threads) in `ntp.testing`.
 """
 
-import hashlib
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +59,15 @@ class Group(ABC):
         if self._exchange is None:
             self._exchange = self._make_exchange()
         return self._exchange
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of its collectives are."""
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Wait for the device, and raise MembershipChangedError where what it did was cut short."""
+        self.confirm()
 
     @property
     def leads(self) -> bool:
@@ -202,6 +209,17 @@ class TorchGroup(Group):
         """Raises MembershipChangedError where the generation is over."""
         self._check()
 
+    @property
+    def device(self) -> torch.device:
+        """See `Group`."""
+        return self._device
+
+    def synchronize(self) -> None:
+        """See `Group`."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.confirm()
+
     def abort(self) -> None:
         """End what is under way on the device, from another thread; it would wait for a dead peer for ever.
 
@@ -236,20 +254,12 @@ class TorchGroup(Group):
             raise PeerLostError(str(error)) from error
 
     def _make_exchange(self) -> CutExchange:
-        if self.size == 1 or not self._through_peers or not self._is_on_one_host():
+        if self.size == 1 or not self._through_peers:
             return CutExchange(self)
         from ntp.peer_exchange import PeerExchange  # needs CUDA
+        from ntp.peer_memory import all_reach_all
 
-        return PeerExchange(self, self._check)
-
-    def _is_on_one_host(self) -> bool:
-        digest = hashlib.sha256(socket.gethostname().encode()).digest()
-        host = int.from_bytes(digest[:7], "big")
-        largest_and_least = torch.tensor([host, -host], device=self._device)
-        self.all_reduce(largest_and_least, "max")
-        largest, least = largest_and_least.tolist()
-        self.confirm()
-        return largest == -least
+        return PeerExchange(self, self._check) if all_reach_all(self) else CutExchange(self)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX

@@ -72,7 +72,7 @@ class ParallelConfig(Section):
     standbys: Count = 0
     min_degree: Positive = 1
     overlap_exchange: bool = True  # exchange gradients behind the backward pass
-    exchange: Literal["collective", "peer"] = "collective"  # of cut products; peer: through GPUs' own memory
+    exchange: Literal["peer", "collective"] = "peer"  # of cut products; peer: in GPUs' memory, where in reach
     rank_map: tuple[Count, ...] | None = None  # the process rank at each coordinate; null = the same number
 
     @property

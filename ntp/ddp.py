@@ -10,6 +10,7 @@ microbatch has finished its parameters.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -70,6 +71,8 @@ class DistributedDataParallel:
         self._manifests = [self.buffer.gradient_manifest(bucket.specs) for bucket in self._buckets]
         self._nodes = _nodes_by_rank(plan)
         self._merges = self.buffer.fold.merges[-1] if self.buffer.fold.merges else 0
+        travels = self.buffer.group.size > 1 and self.buffer.parameters.is_cuda
+        self._side = torch.cuda.Stream(self.buffer.parameters.device) if travels else None
         self._missing: list[set[str]] = []
         self._parcels: list[Parcel] = []
         for spec in self.buffer.specs:
@@ -122,12 +125,22 @@ class DistributedDataParallel:
         """Start the exchange of the next bucket; every rank starts them in the same order."""
         place = len(self._parcels)
         bucket, manifest = self._buckets[place], self._manifests[place]
-        self.buffer.merge(self._merges, bucket.start, bucket.stop)
-        sums = self.buffer.sums(self._merges)
-        outgoing = [(part.peer, self.buffer.rectangle(s, part)) for part in manifest.sends for _, s in sums]
         incoming = [(part.peer, part.elements) for part in manifest.receives for _ in self._nodes[part.peer]]
         like = self.buffer.parameters.new_empty(0, dtype=torch.float32)
-        self._parcels.append(post(self.buffer.group, outgoing, incoming, like))
+        with self._beside():
+            self.buffer.merge(self._merges, bucket.start, bucket.stop)
+            sums = self.buffer.sums(self._merges)
+            outgoing = [
+                (part.peer, self.buffer.rectangle(s, part)) for part in manifest.sends for _, s in sums
+            ]
+            self._parcels.append(post(self.buffer.group, outgoing, incoming, like))
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """What is launched here runs, on a GPU, beside the backward and after what that has launched."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        return torch.cuda.stream(self._side)
 
     def _complete(self, manifest: Manifest, pieces: list[Tensor]) -> dict[tuple[str, int], Tensor]:
         sums: dict[tuple[str, int], dict[Node, Tensor]] = {}

@@ -57,10 +57,15 @@ class Backlog:
 
 
 class CutExchange:
-    """The exchange by collectives, complete when `start` returns."""
+    """The exchange by collectives, complete when `start` returns.
+
+    Attributes:
+        places: changes when storage has moved, whose addresses a captured graph would hold.
+    """
 
     def __init__(self, group: "Group"):
         self._group = group
+        self.places = 0
 
     def parts(self, tokens: int) -> Sequence[slice]:
         """The rows of each part, ascending."""
@@ -77,10 +82,16 @@ class CutExchange:
         """Where to write this rank's shares of these rows of `output`, in this order."""
         return [Share(rows, torch.empty_like(output[rows], dtype=torch.int32))]
 
-    def gather(self, norms: Tensor, total_units: int, first_unit: int, rows: slice) -> Tensor:
-        """The norms [total units, rows] of all ranks, from [units, rows] of this one's; read it at once."""
+    def gather(self, local: Tensor, total_units: int, first_unit: int, rows: slice | None = None) -> Tensor:
+        """What all units of the replica have, f32 [total units, n], from this rank's [units, n].
+
+        Read it at once.
+
+        Args:
+            rows: of these rows of a product whose exchange comes next; None for anything else.
+        """
         del rows
-        return self._group.gather_units(norms, total_units, first_unit)
+        return self._group.gather_units(local, total_units, first_unit)
 
     def start(self, shares: Sequence[Share], output: Tensor, finish: Finish) -> None:
         """Begin to add the ranks' shares, and to finish them into `output`."""

@@ -1,9 +1,9 @@
 """Consecutive layers as CUDA graphs: forward and backward are captured once and replayed without the host.
 
 A layer takes the host about as long to launch as a GPU to compute; a replay takes it microseconds. The bits
-are those of the captured kernels, which are the same ones. The first microbatch runs eagerly: it compiles
-kernels and makes memory for exchanges. Then all segments of the model are captured, forwards in their order
-and backwards in the reverse, so that graphs share memory in the order of their replay.
+are those of the captured kernels, which are the same ones. The first microbatch of a shape runs eagerly: it
+compiles kernels and makes memory for exchanges. Then all segments are captured, forwards in their
+order and backwards in the reverse, so that graphs share memory in the order of their replay.
 
 Addresses are part of a graph. Inputs are copied to fixed places; gradients go to the buffer of the gradient
 group at hand, of which there are a few: each has graphs of its own, in the same memory.
@@ -46,16 +46,22 @@ class GraphedSegments:
         self._segments, self._group = segments, group
         self._graphs: dict[tuple[Any, ...], list[_Graphs]] = {}
         self._studio = _Studio()
-        self._is_warm = False
+        self._warm: set[torch.Size] = set()
+        self._places = group.exchange.places
 
     def __call__(self, *stream: Tensor) -> Tensors:
         """The outputs of the last segment for inputs of the first."""
-        if not torch.is_grad_enabled() or not self._is_warm:
-            self._is_warm = torch.is_grad_enabled() or self._is_warm
+        shape = stream[0].shape
+        if not torch.is_grad_enabled() or shape not in self._warm:
+            if torch.is_grad_enabled():
+                self._warm.add(shape)
             for segment in self._segments:
                 stream = segment.run(*stream)
             return stream
-        key = (self._segments[0].weights[0].grad.data_ptr(), stream[0].shape)
+        if self._group.exchange.places != self._places:
+            self._graphs.clear()
+            self._places = self._group.exchange.places
+        key = (self._segments[0].weights[0].grad.data_ptr(), shape)
         graphs = self._graphs.get(key)
         if graphs is None:
             graphs = self._graphs[key] = self._capture(stream)

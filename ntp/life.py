@@ -24,6 +24,7 @@ from ntp.collectives import Group, MembershipChangedError, Mesh, PeerLostError, 
 from ntp.config import Config
 from ntp.control import Control
 from ntp.data import Datasets
+from ntp.device_proof import DeviceProof, compare
 from ntp.meter import Meter
 from ntp.plan import Plan, make_plan
 from ntp.protocol import (
@@ -61,6 +62,7 @@ class Job:
         resume, strict: where the first generation takes its state from (`ntp.checkpoint`).
         say: takes a line for the user; called by the reporter alone.
         watch: told of every phase; passes it on to the control store.
+        proof: what the device computes, compared with all others' in every generation.
     """
 
     config: Config
@@ -72,6 +74,7 @@ class Job:
     datasets: Datasets
     say: Callable[[str], None]
     watch: Watch
+    proof: DeviceProof | None = None
 
 
 class Life:
@@ -132,12 +135,33 @@ class Life:
             world = fabric.group(plan.world, on_host=True)
             assert world is not None
             mesh = build_mesh(plan, self._job.rank, fabric)
+            compare(world, self._job.proof)
+            carrier = _carrier(plan, self._job.device, world, mesh, fabric)
             built = time.time()
             era = _Era(self._job, self._control, self._meter, plan, world, mesh, self._started)
-            source, moved = era.settle(self._trainers)
+            source, moved = era.settle(self._trainers, carrier)
             if generation.generation > 0:
                 era.time_recovery(generation, self._left or met, built, source, moved)
             era.train()
+
+
+class _Notes:
+    """Lines that the user has been told, kept for the launcher until its next message.
+
+    It knows no `_Era`, which would otherwise keep itself, and with it the state of an old layout, alive.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._kept: list[str] = []
+
+    def add(self, line: str) -> None:
+        self._say(line)
+        self._kept.append(line)
+
+    def take(self) -> list[str]:
+        kept, self._kept = self._kept, []
+        return kept
 
 
 class _Era:
@@ -155,7 +179,7 @@ class _Era:
     ):
         self._job, self._control, self._plan, self._world, self._mesh = job, control, plan, world, mesh
         self._meter, self._started = meter, started
-        self._notes: list[str] = []
+        self._notes = _Notes(job.say)
         self._reports = job.rank == plan.reporter
         self._trainer: Trainer | None = None
         self._recovery: RecoveryTimes | None = None
@@ -166,14 +190,15 @@ class _Era:
             job.run_dir,
             snapshot_directory(job.run_dir),
             mesh,
-            say=self._note if self._reports else lambda line: None,
+            say=self._notes.add if self._reports else lambda line: None,
         )
 
-    def settle(self, kept: list[Trainer]) -> tuple[str, int]:
+    def settle(self, kept: list[Trainer], carrier: Group) -> tuple[str, int]:
         """Bring the state to its places under this plan.
 
         Args:
             kept: the layouts that this process has; brought up to date, also where a loss ends this.
+            carrier: see `ntp.recovery.carry`.
 
         Returns:
             Where lost state came from, and the bytes that were received from other ranks.
@@ -185,7 +210,7 @@ class _Era:
             if decision.layout is None:
                 self._begin(kept, job.resume, job.strict)
             else:
-                moved = carry(job.config, self._plan, self._world, decision, kept, self._make)
+                moved = carry(job.config, self._plan, self._world, carrier, decision, kept, self._make)
                 for trainer in kept:
                     trainer.publish()
         except StateLostError as lost:
@@ -296,14 +321,10 @@ class _Era:
         if held_out is not None:
             line["held_out_loss"] = held_out
         line |= self._meter.read()
-        if self._notes:
-            line["notes"], self._notes = self._notes, []
+        notes = self._notes.take()
+        if notes:
+            line["notes"] = notes
         self._control.put(metrics_key(result.step), json.dumps(line))
-
-    def _note(self, line: str) -> None:
-        """Tell the user, and the launcher with the next metrics."""
-        self._job.say(line)
-        self._notes.append(line)
 
     def _tracing(self, step: int) -> AbstractContextManager[None]:
         job = self._job
@@ -327,10 +348,22 @@ class _Era:
         if self._reports:
             wall_s = time.monotonic() - self._started
             values = summary(self._plan, trainer.committed, trainer.result, hashes, usage, wall_s)
+            values |= {"checkpoints": self._checkpoints.figures.to_json(), "notes": self._notes.take()}
             self._control.put(FINISHED, json.dumps(values))
         while not self._control.has(FINISHED):
             self._control.check()
             time.sleep(_STANDBY_POLL_S / 10)
+
+
+def _carrier(plan: Plan, device: torch.device, world: Group, mesh: Mesh | None, fabric: TorchFabric) -> Group:
+    """The group in which state moves: every process, with tensors of the device."""
+    if device.type == "cpu":
+        return world
+    if mesh is not None and set(plan.workers) == set(plan.world):
+        return mesh.workers
+    carrier = fabric.group(plan.world)
+    assert carrier is not None
+    return carrier
 
 
 def _in_short(error: RuntimeError) -> str:

@@ -88,10 +88,8 @@ class Model:
         self.embedding = VocabParallelEmbedding(weights["embedding"], group)
         prefixes = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
         self.blocks = [Block(config, weights, prefix, group, recompute) for prefix in prefixes]
-        can_be_captured = group.exchange.can_be_captured and (group.size == 1 or not config.qk_norm)
-        self._graphed = (
-            GraphedSegments(list(self._segments(weights)), group) if graphs and can_be_captured else None
-        )
+        graphs = graphs and group.exchange.can_be_captured
+        self._graphed = GraphedSegments(list(self._segments(weights)), group) if graphs else None
         self._packing: Packing | None = None
         self._packings: dict[int, Packing] = {}
         self.norm = RMSNorm(weights["norm"], config.rms_norm_eps)

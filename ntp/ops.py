@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 from ntp.collectives import Group
 from ntp.cut_product import add_wgrad, input_grad, start_cut_product
+from ntp.exchange import CutExchange
 from ntp.weight import Weight
 
 __all__ = [
@@ -128,7 +129,8 @@ def token_losses(logits: Tensor, targets: Tensor, head: Weight, vocab_size: int,
     """Return the cross entropy f64 [M] of logits [M, U, V] with targets i64 [M]; 0 where the target is
     IGNORED.
 
-    A non-finite logit in a row makes its loss and its gradients NaN.
+    A non-finite logit in a row makes its loss and its gradients NaN. Backward overwrites the logits with
+    their gradient.
     """
     return _TokenLosses.apply(logits, targets, head, vocab_size, group)  # type: ignore[return-value]
 
@@ -264,13 +266,17 @@ class _QKNormRope(Function):
         if ctx.norms is not None:
             assert dq_scale is not None
             assert dk_scale is not None
-            _add_unit_partials(torch.stack([dq_scale, dk_scale], 1), ctx.norms, ctx.units, ctx.group)
+            partials = torch.stack([dq_scale, dk_scale], 1)
+            _add_unit_partials(partials, ctx.norms, ctx.units, ctx.group.exchange)
         return dqkv, None, None, None, None, None, None
 
 
-def _add_unit_partials(partials: Tensor, norms: tuple[Weight, Weight], units: Weight, group: Group) -> None:
+def _add_unit_partials(
+    partials: Tensor, norms: tuple[Weight, Weight], units: Weight, exchange: CutExchange
+) -> None:
     """Add the partial gradients f32 [U, 2, H] of all ranks' units, in unit order, to the two weights."""
-    totals = gather_units(partials, units, group).sum(0)
+    every = exchange.gather(partials.flatten(1), units.total_units, units.first_unit)
+    totals = every.view(-1, *partials.shape[1:]).sum(0)
     for weight, total in zip(norms, totals, strict=True):
         weight.grad.add_(total)
         weight.announce_grad()
@@ -369,5 +375,6 @@ class _TokenLosses(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, lse, targets = ctx.saved_tensors
-        dlogits = kernels.ce_backward(logits, lse, targets, ctx.first_unit, ctx.vocab_size)
-        return dlogits.mul_(grads[0].to(dlogits.dtype)[:, None, None]), None, None, None, None
+        weights, first = grads[0].float(), ctx.first_unit
+        dlogits = kernels.ce_backward(logits, lse, targets, first, ctx.vocab_size, logits, weights)
+        return dlogits, None, None, None, None

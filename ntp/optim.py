@@ -20,7 +20,7 @@ from ntp.config import OptimizerConfig
 from ntp.ddp import Gradients
 from ntp.initial import initial_units
 from ntp.parameters import BLOCK, ParameterSpec
-from ntp.reshard import kept_slices, post
+from ntp.reshard import Rectangle, kept_slices, post
 from ntp.units import UnitRange
 
 
@@ -64,6 +64,9 @@ class DistributedOptimizer:
         assert type(buffer) is self.buffer_class, type(buffer)
         self.buffer = buffer
         self.slices = tuple(self._layout())
+        self._kept: dict[str, list[Slice]] = {}
+        for part in self.slices:
+            self._kept.setdefault(part.spec.name, []).append(part)
         self._world = world
         self._config = config
         self._manifest = buffer.parameter_manifest(buffer.specs)
@@ -74,6 +77,15 @@ class DistributedOptimizer:
         self.master, self.exp_avg, self.exp_avg_sq, self._gradient = (
             torch.zeros(blocks * BLOCK, dtype=torch.float32, device=device) for _ in range(4)
         )
+
+    def state(self, part: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
+        """Master and moments of a rectangle that lies in one slice kept here: views [units, elements]."""
+        for kept in self._kept.get(part.spec.name, ()):
+            if kept.start <= part.start and part.stop <= kept.stop:
+                flats = (self.master, self.exp_avg, self.exp_avg_sq)
+                master, mean, square = (part.of(kept.of(flat), kept.units, kept.start) for flat in flats)
+                return master, mean, square
+        raise AssertionError(f"{part.spec.name}: elements {part.start} to {part.stop} are not kept here")
 
     def commit(self, gradients: Gradients, tokens: int, learning_rate: float, step: int) -> float:
         """Clip, update and send the new parameters to their holders; collective over the workers.
@@ -105,7 +117,6 @@ class DistributedOptimizer:
         """Clip what `vote` has taken over and update this rank's slices. Local: it cannot be cut short."""
         limit = self._config.max_grad_norm
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        self._gradient.mul_(scale / tokens)
         betas, eps, weight_decay = self._config.betas, self._config.eps, self._config.weight_decay
         split = next((part.first for part in self.slices if not part.spec.decay), None)
         split = len(self.master) if split is None else split * BLOCK
@@ -120,12 +131,18 @@ class DistributedOptimizer:
                 eps,
                 decay,
                 step,
+                grad_scale=scale / tokens,
             )
 
     def return_parameters(self) -> None:
         """Send every slice's master, in compute precision, to the ranks that hold its units."""
         dtype = self.buffer.parameters.dtype
         kept = {(part.spec.name, part.start): part for part in self.slices}
+        if self.buffer.keeps_what_it_holds:
+            for part in self.slices:
+                whole = Rectangle(part.spec, self.buffer.rank, part.units, part.start, part.stop)
+                self.buffer.rectangle(self.buffer.parameters, whole).copy_(part.of(self.master))
+            return
         outgoing: list[tuple[int, Tensor]] = []
         for sent in self._manifest.sends:
             part = kept[sent.spec.name, sent.start]

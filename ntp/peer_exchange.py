@@ -36,7 +36,7 @@ _ROWS = 128
 """Chunks are whole tiles of the products."""
 
 _SLOTS = 2
-_REGIONS = 2
+_REGIONS = PARTS + 1
 _BYTES_PER_SECOND = 200e9  # of a rank's pushes, 4 x H100
 _FLOPS = 600e12  # of a weight gradient
 _COVERED = 0.75  # of an exchange: what is left is cheaper exposed than a gradient that lacks elsewhere
@@ -73,7 +73,7 @@ class PeerExchange(CutExchange):
         super().__init__(group)
         self._check = check
         self._products: _Products | None = None
-        self._norms: _Norms | None = None
+        self._units: _Units | None = None
         self._side = torch.cuda.Stream(priority=-1)
         self._arriving: dict[int, list[_Arrival]] = {}
         self._started: deque[torch.cuda.Event] = deque()
@@ -93,6 +93,7 @@ class PeerExchange(CutExchange):
             if self._products is not None:
                 self._products.memory.close()
             self._products = _Products(self._group, like)
+            self.places += 1
         return self._products.next_output(like.shape[0])
 
     def shares(self, output: Tensor, rows: slice) -> Sequence[Share]:
@@ -103,15 +104,17 @@ class PeerExchange(CutExchange):
                     arrival.event.wait()
         return self._open_products.shares(rows)
 
-    def gather(self, norms: Tensor, total_units: int, first_unit: int, rows: slice) -> Tensor:
+    def gather(self, local: Tensor, total_units: int, first_unit: int, rows: slice | None = None) -> Tensor:
         """See `CutExchange`."""
         self._check()
-        elements = total_units * norms.shape[1]
-        if self._norms is None or elements > self._norms.capacity:
-            if self._norms is not None:
-                self._norms.memory.close()
-            self._norms = _Norms(self._group, elements, norms.device)
-        return self._norms.gather(norms, total_units, first_unit, region=int(rows.start > 0))
+        elements = total_units * local.shape[1]
+        if self._units is None or elements > self._units.capacity:
+            if self._units is not None:
+                self._units.memory.close()
+            self._units = _Units(self._group, elements, local.device)
+            self.places += 1
+        region = PARTS if rows is None else int(rows.start > 0)
+        return self._units.gather(local, total_units, first_unit, region)
 
     def start(self, shares: Sequence[Share], output: Tensor, finish: Finish) -> None:
         """See `CutExchange`."""
@@ -163,15 +166,16 @@ class PeerExchange(CutExchange):
 
     def close(self) -> None:
         """See `CutExchange`."""
+        self.release()
         for memory in self._memories():
             memory.close()
-        self._products = self._norms = None
+        self._products = self._units = None
         self._arriving.clear()
         self._started.clear()
         self._backlog.clear()
 
     def _memories(self) -> list[PeerMemory]:
-        return [owner.memory for owner in (self._products, self._norms) if owner is not None]
+        return [owner.memory for owner in (self._products, self._units) if owner is not None]
 
     @property
     def _open_products(self) -> "_Products":
@@ -238,15 +242,14 @@ class _Products:
         memory.await_signals(_Signal.OUTPUT)
 
 
-class _Norms:
-    """The norms of all units in the memory of every rank, f32.
+class _Units:
+    """What all units have, in the memory of every rank, f32.
 
-    The first part of the tokens has one region, the others another: between two uses of a region there is
-    always a product, or another part, that all ranks have waited for.
+    Each part of the tokens has a region for the norms of its rows, whatever else is gathered another: between
+    two uses of a region there is always a product, or another part, that all ranks have waited for.
     """
 
     def __init__(self, group: "Group", capacity: int, device: torch.device):
-        assert PARTS <= _REGIONS
         self.capacity = capacity
         self.memory = memory = PeerMemory(group, [4 * capacity] * _REGIONS, _REGIONS, device)
         regions = range(_REGIONS)
@@ -255,13 +258,13 @@ class _Norms:
         addresses = [[memory.address(rank, region) for rank in ranks] for region in regions]
         self._addresses = torch.tensor(addresses, device=device)
 
-    def gather(self, norms: Tensor, total_units: int, first_unit: int, region: int) -> Tensor:
+    def gather(self, local: Tensor, total_units: int, first_unit: int, region: int) -> Tensor:
         """See `CutExchange.gather`; in the current stream."""
-        tokens = norms.shape[1]
-        broadcast(norms, self._addresses[region], first_unit * tokens)
+        width = local.shape[1]
+        broadcast(local, self._addresses[region], first_unit * width)
         self.memory.signal(region)
         self.memory.await_signals(region)
-        return self._regions[region][: total_units * tokens].view(total_units, tokens)
+        return self._regions[region][: total_units * width].view(total_units, width)
 
 
 def _chunk(rows: slice, owner: int, size: int) -> tuple[slice, int]:

@@ -10,7 +10,9 @@ process (torch 2.11), and a process that has just joined would wait for ever.
 """
 
 import ctypes
+import struct
 import threading
+import uuid
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -26,8 +28,9 @@ _PAGE = 4096
 _HANDLE_BYTES = 64
 _RELEASE_EVERY_S = 0.002
 
-_retired: list["PeerMemory"] = []
-"""Of generations that are over. Peers may write until they leave; all have left when the next one begins."""
+_retired: list[int] = []
+"""Own memory that is used no more. Peers may write to it until they close theirs, which all of them have done
+when they give away the handles of the next."""
 
 
 class DeviceStream:
@@ -60,8 +63,6 @@ class PeerMemory:
     """
 
     def __init__(self, group: "Group", sizes: Sequence[int], signals: int, device: torch.device):
-        while _retired:
-            _retired.pop().free()
         self.rank, self.size = group.rank, group.size
         self.others = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self._device, self._words = device, signals * self.size
@@ -70,6 +71,8 @@ class PeerMemory:
             self._offsets.append(self._offsets[-1] + -(-size // _PAGE) * _PAGE)
         own = _allocate(self._offsets[-1], device)
         handles = group.all_gather(_export(own).to(device).unsqueeze(0), [1] * self.size).cpu()
+        while _retired:
+            _succeed(_driver().cuMemFree_v2(_retired.pop()))
         self._bases = [own if rank == self.rank else _open(handles[rank]) for rank in range(self.size)]
         kinds = range(signals)
         theirs = [[self._theirs(rank, signal) for rank in self.others] for signal in kinds]
@@ -104,25 +107,18 @@ class PeerMemory:
         threading.Thread(target=self._release, name="release", daemon=True).start()
 
     def close(self) -> None:
-        """Use it no more. The memory goes when all peers have left it too, which the next one knows."""
-        self.release()
+        """Use it no more, once the device has done so. Where peers may be lost, `release` it before."""
         torch.cuda.synchronize(self._device)
         self._closed.set()
-        _retired.append(self)
+        for rank in self.others:
+            _succeed(_driver().cuIpcCloseMemHandle(self._bases[rank]))
+        _retired.append(self._bases[self.rank])
 
     def _release(self) -> None:
         with torch.cuda.device(self._device):  # a thread begins without a context
             while not self._closed.wait(_RELEASE_EVERY_S):
                 for word in range(self._words):
                     self._releasing.write(self._bases[self.rank] + 4 * word, 1)
-
-    def free(self) -> None:
-        """Give the memory up."""
-        for rank, base in enumerate(self._bases):
-            if rank == self.rank:
-                _succeed(_driver().cuMemFree_v2(base))
-            else:
-                _succeed(_driver().cuIpcCloseMemHandle(base))
 
     def _theirs(self, rank: int, signal: int) -> int:
         """Address of the word by which this rank tells `rank`."""
@@ -131,6 +127,30 @@ class PeerMemory:
     def _mine(self, rank: int, signal: int) -> int:
         """Address of the word by which `rank` tells this one."""
         return self._bases[self.rank] + 4 * (signal * self.size + rank)
+
+
+def all_reach_all(group: "Group") -> bool:
+    """Whether every GPU of the group can address the memory of all others; collective over it."""
+    device = group.device
+    visible = {_identity(index): index for index in range(torch.cuda.device_count())}
+    mine = torch.tensor([_identity(device.index)], device=device)
+    everyone = group.all_gather(mine, [1] * group.size).tolist()
+    indices = [visible.get(tuple(identity)) for identity in everyone]
+    fails = torch.tensor([not all(_reaches(device.index, index) for index in indices)], device=device).int()
+    group.all_reduce(fails, "max")
+    found = not fails.item()
+    group.confirm()
+    return found
+
+
+def _identity(index: int) -> tuple[int, int]:
+    """A GPU's UUID as two i64: no other GPU of any host has it."""
+    first, second = struct.unpack("<qq", uuid.UUID(str(torch.cuda.get_device_properties(index).uuid)).bytes)
+    return first, second
+
+
+def _reaches(mine: int, theirs: int | None) -> bool:
+    return theirs is not None and (theirs == mine or torch.cuda.can_device_access_peer(mine, theirs))
 
 
 class _IpcHandle(ctypes.Structure):

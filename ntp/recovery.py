@@ -12,7 +12,7 @@ same decision from it (`decide`, pure):
    `StateLostError`; the caller then goes back to a snapshot or a checkpoint.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,12 +22,14 @@ from torch import Tensor
 from ntp.collectives import Group
 from ntp.config import Config
 from ntp.messages import gather_values
-from ntp.optim import DistributedOptimizer
-from ntp.parameters import parameter_specs
+from ntp.parameters import ParameterSpec, parameter_specs
 from ntp.plan import Plan, make_plan
 from ntp.reshard import Rectangle, post
-from ntp.state_moves import state_moves
+from ntp.state_moves import StateMoves, state_moves
 from ntp.trainer import StepResult, Trainer
+
+_ROUND_ELEMENTS = 1 << 26
+"""Of the whole model, whose state travels at once: the room that a move takes beside the two layouts."""
 
 
 class StateLostError(RuntimeError):
@@ -108,6 +110,7 @@ def carry(
     config: Config,
     plan: Plan,
     world: Group,
+    carrier: Group,
     decision: Decision,
     kept: list[Trainer],
     make_trainer: Callable[[], Trainer | None],
@@ -115,6 +118,8 @@ def carry(
     """Finish the step and carry the state into `plan`; collective over `world`.
 
     Args:
+        world: every live process of the new generation; carries host tensors.
+        carrier: the same processes; carries tensors of the device that has the state.
         kept: the layouts that this process has. In the end it holds the new one alone (nothing on a
             standby); a loss on the way leaves in it what the next generation can go on from.
         make_trainer: makes this process's trainer under `plan`, without state; None for a standby.
@@ -139,7 +144,7 @@ def carry(
         names = ", ".join(moves.missing[:3])
         raise StateLostError(f"no live rank has the state of {names} any more", decision.step)
     trainer = make_trainer()
-    received = _move(world, moves.sends, moves.receives, mine, trainer)
+    received = _move(carrier, moves, specs, mine, trainer)
     if trainer is not None:
         trainer.committed, trainer.result = decision.step, decision.result
         kept.append(trainer)
@@ -149,38 +154,41 @@ def carry(
 
 
 def _move(
-    world: Group,
-    sends: Sequence[Rectangle],
-    receives: Sequence[Rectangle],
+    carrier: Group,
+    moves: StateMoves,
+    specs: Sequence[ParameterSpec],
     source: Trainer | None,
     target: Trainer | None,
 ) -> int:
-    """Carry masters and moments; returns the bytes that came from other ranks."""
-    outgoing = [(part.peer, _state(source, part).cpu()) for part in sends]
-    incoming = [(part.peer, 3 * part.elements) for part in receives]
-    pieces = post(world, outgoing, incoming, torch.empty(0)).wait()
-    for part, piece in zip(receives, pieces, strict=True):
-        assert target is not None
-        for flat, values in zip(_flats(target.optimizer), piece.view(3, len(part.units), -1), strict=True):
-            _in_slice(target.optimizer, part, flat).copy_(values)
-    rank = world.ranks[world.rank]
-    return sum(12 * part.elements for part in receives if part.peer != rank)
+    """Carry masters and moments, some parameters at a time; returns the bytes that came from other ranks."""
+    like = torch.empty(0, device=carrier.device)
+    for first, stop in _rounds(specs):
+        outgoing: list[tuple[int, Tensor]] = []
+        for part in _of_round(moves.sends, first, stop):
+            assert source is not None
+            outgoing.append((part.peer, torch.stack(source.optimizer.state(part))))
+        receives = _of_round(moves.receives, first, stop)
+        pieces = post(carrier, outgoing, [(part.peer, 3 * part.elements) for part in receives], like).wait()
+        for part, piece in zip(receives, pieces, strict=True):
+            assert target is not None
+            for state, values in zip(
+                target.optimizer.state(part), piece.view(3, len(part.units), -1), strict=True
+            ):
+                state.copy_(values)
+    carrier.synchronize()
+    rank = carrier.ranks[carrier.rank]
+    return sum(12 * part.elements for part in moves.receives if part.peer != rank)
 
 
-def _state(trainer: Trainer | None, part: Rectangle) -> Tensor:
-    """Master and moments of a rectangle, `[3, units, elements]`."""
-    assert trainer is not None
-    return torch.stack([_in_slice(trainer.optimizer, part, flat) for flat in _flats(trainer.optimizer)])
+def _rounds(specs: Sequence[ParameterSpec]) -> Iterator[tuple[int, int]]:
+    """Indices of parameters that travel together; the same on every rank."""
+    first, elements = 0, 0
+    for spec in specs:
+        elements += spec.units * spec.unit_elements
+        if elements >= _ROUND_ELEMENTS or spec is specs[-1]:
+            yield first, spec.index + 1
+            first, elements = spec.index + 1, 0
 
 
-def _flats(optimizer: DistributedOptimizer) -> tuple[Tensor, Tensor, Tensor]:
-    return optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq
-
-
-def _in_slice(optimizer: DistributedOptimizer, part: Rectangle, flat: Tensor) -> Tensor:
-    """The rectangle in the slice that contains it."""
-    for kept in optimizer.slices:
-        if kept.spec.name == part.spec.name and kept.start <= part.start and part.stop <= kept.stop:
-            inside = kept.of(flat)[kept.units.local(part.units)]
-            return inside[:, part.start - kept.start : part.stop - kept.start]
-    raise AssertionError(f"{part.spec.name}: elements {part.start} to {part.stop} are not kept here")
+def _of_round(parts: Sequence[Rectangle], first: int, stop: int) -> list[Rectangle]:
+    return [part for part in parts if first <= part.spec.index < stop]

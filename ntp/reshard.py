@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 
 from ntp.collectives import Group, Handle
@@ -172,8 +171,10 @@ def post(
         source_splits[place[rank]] += piece.numel()
     for rank, elements in incoming:
         output_splits[place[rank]] += elements
-    to_send = [piece.reshape(-1) for _, piece in sorted(outgoing, key=lambda item: place[item[0]])]
-    source = torch.cat(to_send) if to_send else like.new_empty(0)
+    source, first = like.new_empty(sum(source_splits)), 0
+    for _, piece in sorted(outgoing, key=lambda item: place[item[0]]):
+        source[first : first + piece.numel()].view(piece.shape).copy_(piece)
+        first += piece.numel()
     output = like.new_empty(sum(output_splits))
     handle = group.all_to_all(output, source, output_splits, source_splits)
     cursors = [sum(output_splits[:index]) for index in range(group.size)]

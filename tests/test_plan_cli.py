@@ -87,6 +87,17 @@ def test_the_example_clusters_run(name):
     assert main(["simulate", str(ROOT / "configs" / name), *[w for o in options for w in ("--set", o)]]) == 0
 
 
+def test_predict_shows_a_step_in_parts(tmp_path, capsys):
+    assert main(["predict", TINY, "--failed", "3"]) == 0
+    said = capsys.readouterr().out
+    for words in ("TFLOP/s", "degree", "pointwise", "exchange over NVLink", "update"):
+        assert words in said
+    assert main(["predict", TINY, "--domain-size", "4"]) == 0
+    assert "exchange over the network" in capsys.readouterr().out
+    (tmp_path / "step.yaml").write_text("times: proportional\n")
+    refused(main, ["predict", TINY, "--step", "step.yaml"], capsys, "proportional", "analytic")
+
+
 BAD_STUDIES = [
     ({"cluster": {"gpus": 33, "domain_size": 8}}, ["line 2", "cluster.gpus", "33"]),
     ({"cluster": {"gpus": 64, "domain_size": 8}}, ["line 2", "64 GPUs", "= 32"]),

@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
+from ntp.plan import make_plan
+from ntp.planner.memory import estimate
 from ntp.planner.plans import Plans
-from ntp.planner.step_time import heaviest_rank, interpolate, read_table, step_times
+from ntp.planner.step_time import interpolate, needed_gib, read_table, step_times
 from ntp.planner.study import Job, Step, StudyError
+from ntp.planner.work import heaviest_rank, microbatch_time
 from tests.studies import MODEL, job, study_of
 
 LLAMA70 = {
@@ -38,22 +41,72 @@ def test_the_heaviest_rank_counts_whole_units():
     assert whole.macs < damaged.macs < whole.macs * 8 / 7 * 1.2
 
 
+BATCH = {"seq_len": 4096, "global_batch": 8}
+
+
+def study_70b(**fields):
+    return study_of(job=job(**{"dp": 2, "tp": 8, "pp": 1, "batch": BATCH, "model": LLAMA70, **fields}))
+
+
 def test_analytic_times_of_a_70b_layer_stack_by_hand():
-    study = study_of(job=job(dp=2, tp=8, pp=1, batch={"seq_len": 4096, "global_batch": 8}, model=LLAMA70))
-    step = Step.model_validate({"gpu": {"memory_gib": 1000.0}}, strict=False)
-    found = step_times(step, study.job, Plans(study.training_config()))
-    rank = heaviest_rank(study.job, Plans(study.training_config()), 8)
-    gemm = 6 * 4096 * rank.macs / (989e12 * 0.6)
-    attention = 80 * 3.5 * (4 * 4096 * 4096 / 2 * 128 * 8) / (989e12 * 0.4)
-    sums = 80 * 4 * 2 * 7 / 8 * 4096 * 8192 * 4 / 450e9
-    assert found.microbatch[8] == pytest.approx(gemm + attention + sums, rel=1e-6)
-    assert found.exchange[8] == pytest.approx(rank.elements * 8 / 2 / 50e9, rel=1e-6)
+    study = study_70b()
+    step, plans = (
+        Step.model_validate({"gpu": {"memory_gib": 1000.0}}, strict=False),
+        Plans(study.training_config()),
+    )
+    found = step_times(step, study.job, plans)
+    rank = heaviest_rank(study.job, plans, 8)
+    gemm = 6 * 4096 * rank.macs / (989e12 * 0.63)
+    scores = 80 * 4 * 4096 * 4096 / 2 * 128 * 8
+    attention = scores / (989e12 * 0.5) + 2.5 * scores / (989e12 * 0.43)
+    sums = (80 * 4 + 2) * 7 / 8 * 4096 * 8192 * (4 + 2) / 175e9
+    norms, ffn, q, kv, vocab = 36 * 8192, 3584, 1024, 128, 126 * 128
+    row_norms = 2 * (q + ffn + (q + 2 * kv) + 2 * ffn)
+    layer = norms + 4 * 6 * 8192 + 18 * ffn + 8 * (q + kv) + row_norms
+    pointwise = (4096 * (80 * layer + 8 * vocab) + 8 * rank.elements) / 3000e9
+    assert found.microbatch[8] == pytest.approx(gemm + attention + sums + pointwise, rel=1e-6)
+    sent = rank.elements / 2 * 2 * 4  # a float32 gradient for two copies of the state, so nothing comes back
+    groups = rank.elements * (4 * 4 + 3 * 12)  # four in a replica, each zeroed, three additions
+    update = groups + rank.elements * (46 + 12) + 2 * sent
+    assert found.exchange[8] == pytest.approx(sent / 50e9 + update / 3000e9, rel=1e-6)
+
+
+def test_recomputation_costs_forward_passes():
+    def parts(recompute):
+        study = study_70b(batch={**BATCH, "recompute": recompute})
+        rank = heaviest_rank(study.job, Plans(study.training_config()), 8)
+        return microbatch_time(Step(), study.job, rank, 8)
+
+    none, attention, block = parts("none"), parts("attention"), parts("block")
+    assert block.products == pytest.approx(none.products * 4 / 3)
+    assert attention.products == none.products
+    assert none.attention < attention.attention == block.attention
+
+
+def test_memory_is_that_of_the_trainers_own_estimate():
+    study = study_70b()
+    config = study.training_config()
+    plans = Plans(config)
+    for degree in (8, 7, 3):
+        ranks = estimate(config, make_plan(config, range(degree, 8)))
+        worst = max(rank.total for rank in ranks if rank.rank < degree)
+        assert needed_gib(study.job, plans, degree) == worst / 2**30
+
+
+def test_a_stage_holds_its_layers_and_the_activations_of_what_is_under_way():
+    whole, halved = study_70b(), study_70b(pp=2)
+    one = needed_gib(whole.job, Plans(whole.training_config()), 8)
+    two = needed_gib(halved.job, Plans(halved.training_config()), 8)
+    assert one / 2 < two < one
+    single = study_70b(pp=2, batch={**BATCH, "global_batch": 2})  # one microbatch a replica fills no pipeline
+    assert needed_gib(single.job, Plans(single.training_config()), 8) < two
 
 
 def test_degrees_that_do_not_fit_into_memory_cannot_run():
-    study = study_of(job=job(dp=2, tp=8, pp=1, batch={"seq_len": 4096, "global_batch": 8}, model=LLAMA70))
+    study = study_70b()
     plans = Plans(study.training_config())
-    step = Step.model_validate({"gpu": {"memory_gib": 180.0}}, strict=False)
+    limit = (needed_gib(study.job, plans, 6) + needed_gib(study.job, plans, 5)) / 2
+    step = Step.model_validate({"gpu": {"memory_gib": limit}}, strict=False)
     found = step_times(step, study.job, plans)
     assert found.usable.tolist() == [False] * 6 + [True] * 3
     assert "GiB" in found.why_not[1]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ntp import recovery
 from ntp.data import datasets_of
+from ntp.parameters import parameter_specs
 from ntp.plan import make_plan
 from ntp.protocol import Phase
 from ntp.recovery import StateLostError, agree, carry, decide
@@ -73,7 +75,7 @@ def go_on(config, plan, data, survivors):
             return process.mesh and Trainer(config, plan, process.mesh, data, CPU, initialise=False)
 
         decision = agree(config, process.world, kept)
-        carry(config, plan, process.world, decision, kept, make)
+        carry(config, plan, process.world, process.world, decision, kept, make)
         if not kept:
             return None
         (trainer,) = kept
@@ -109,6 +111,18 @@ def test_a_loss_at_any_point_of_a_step_changes_no_bit(parallel, victims, step, p
     assert hashes == unfailed.hashes
     assert steps == list(unfailed.steps[STEPS - len(steps) :])
     assert len(steps) >= STEPS - step
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 40])
+def test_state_travels_in_any_number_of_rounds(monkeypatch, elements):
+    monkeypatch.setattr(recovery, "_ROUND_ELEMENTS", elements)
+    config = make_config(LLAMA, parallel={"dp": 2, "tp": 2}, train={"steps": STEPS, "global_batch": 4})
+    specs = parameter_specs(config.model)
+    assert len(list(recovery._rounds(specs))) == (len(specs) if elements == 1 else 1)
+    data = datasets_of(config)
+    survivors = run_until_fault(config, make_plan(config), data, (3,), 2, Phase.VOTE)
+    _, _, hashes = go_on(config, make_plan(config, (3,), generation=1), data, survivors)
+    assert hashes == train(config, data).hashes
 
 
 class LastToUpdate(FaultAt):
@@ -203,7 +217,7 @@ def test_fifty_losses_and_returns_change_no_bit_and_keep_memory_flat():
         if decision.layout is None:
             trainers[:] = [make(initialise=True)]
         else:
-            carry(config, process.plan, process.world, decision, trainers, make)
+            carry(config, process.plan, process.world, process.world, decision, trainers, make)
             trainers[0].publish()
         trainers[0].step(trainers[0].committed + 1)
         return trainers[0].hashes() if trainers[0].committed == 50 else None

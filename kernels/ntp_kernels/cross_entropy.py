@@ -90,11 +90,13 @@ def ce_backward(
     first_unit: int,
     vocab_size: int,
     out: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the gradient [M, U, V] of the sum of token losses: `exp(logit - lse) - onehot(target)`.
 
     `lse` f32 [M] over the whole vocabulary. Padded columns and rows whose target is -100 are exactly 0.
-    `out` may be `logits` itself. Elementwise in fp32, one rounding.
+    `out` may be `logits` itself; `weights` f32 [M] are of the losses in their sum, 1 by default. Elementwise
+    in fp32, one rounding.
     """
     tokens, units, width = logits.shape
     assert logits.is_contiguous()
@@ -103,8 +105,8 @@ def ce_backward(
     assert out.is_contiguous()
     chunk = min(triton.next_power_of_2(width), _CHUNK)
     _backward_kernel[(tokens, units * triton.cdiv(width, chunk))](
-        logits, lse, targets, out, units, first_unit * width, vocab_size,
-        V=width, CHUNK=chunk, SKIP=IGNORED, num_warps=max(1, chunk // 1024),
+        logits, lse, targets, lse if weights is None else weights, out, units, first_unit * width, vocab_size,
+        V=width, CHUNK=chunk, SKIP=IGNORED, WEIGHTED=weights is not None, num_warps=max(1, chunk // 1024),
     )  # fmt: skip
     return out
 
@@ -174,8 +176,8 @@ def _sums_kernel(
 
 @triton.jit(do_not_specialize=["units", "first_column", "vocab_size"])
 def _backward_kernel(
-    logits_ptr, lse_ptr, targets_ptr, out_ptr, units, first_column, vocab_size,
-    V: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr,
+    logits_ptr, lse_ptr, targets_ptr, weights_ptr, out_ptr, units, first_column, vocab_size,
+    V: tl.constexpr, CHUNK: tl.constexpr, SKIP: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunks: tl.constexpr = (V + CHUNK - 1) // CHUNK
@@ -187,5 +189,7 @@ def _backward_kernel(
     name = first_column + unit * V + column
     target = tl.load(targets_ptr + row)
     gradient = tl.exp(x - tl.load(lse_ptr + row)) - tl.where(name == target, 1.0, 0.0)
+    if WEIGHTED:
+        gradient *= tl.load(weights_ptr + row)
     gradient = tl.where((name < vocab_size) & (target != SKIP), gradient, 0.0)
     tl.store(out_ptr + offsets, gradient.to(out_ptr.dtype.element_ty), mask=inside)

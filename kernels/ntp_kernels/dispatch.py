@@ -202,11 +202,20 @@ def ce_sums(
 
 
 def ce_backward(
-    logits: Tensor, lse: Tensor, targets: Tensor, first_unit: int, vocab_size: int, out: Tensor | None = None
+    logits: Tensor,
+    lse: Tensor,
+    targets: Tensor,
+    first_unit: int,
+    vocab_size: int,
+    out: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """Return dlogits [M, U, V] of the SUM of token losses from lse f32 [M]; `out` may be `logits` itself."""
+    """Return dlogits [M, U, V] of the SUM of token losses from lse f32 [M]; `out` may be `logits` itself.
+
+    `weights` f32 [M]: of the losses in that sum.
+    """
     cross_entropy = _kernels(logits, "cross_entropy")
-    return cross_entropy.ce_backward(logits, lse, targets, first_unit, vocab_size, out)
+    return cross_entropy.ce_backward(logits, lse, targets, first_unit, vocab_size, out, weights)
 
 
 def embedding(ids: Tensor, w: Tensor, first_unit: int) -> Tensor:

@@ -76,7 +76,11 @@ class Audience:
         self._progress.committed(line)
         for listener in self._listeners:
             listener.step(line)
-        for note in line.get("notes", ()):
+        self.noted(line.get("notes", ()))
+
+    def noted(self, notes: Iterable[str]) -> None:
+        """What the workers have to say."""
+        for note in notes:
             self._happen("save" if note.startswith("checkpoint") else "note", note)
 
     def recovered(self, change: Mapping[str, Any]) -> None:

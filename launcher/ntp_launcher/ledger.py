@@ -109,6 +109,7 @@ class Ledger:
         self.committed()
         self._take_times()
         told = read_json(self._store, FINISHED) or {}
+        self._audience.noted(told.pop("notes", ()))
         wall_s = time.monotonic() - self._begun
         summary = {
             **told,

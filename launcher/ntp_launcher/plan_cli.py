@@ -1,4 +1,5 @@
-"""`ntp-plan`: what failures cost a cluster (`simulate`), and the best layout for one failure (`advise`).
+"""`ntp-plan`: what failures cost a cluster (`simulate`), the best layout for one failure (`advise`), and what
+a step of a job should take (`predict`).
 
 Exit codes: 0 done, 2 bad input. Whatever goes wrong is said in one line on stderr.
 """
@@ -16,7 +17,8 @@ from rich.progress import Progress
 
 from ntp.config import load_config
 from ntp.planner.advice import Layout, advise
-from ntp.planner.assumptions import step_assumptions
+from ntp.planner.assumptions import gpu_assumptions, step_assumptions
+from ntp.planner.prediction import predict
 from ntp.planner.report import to_json
 from ntp.planner.simulation import pieces, run
 from ntp.planner.study import Step, load_step, load_study
@@ -24,13 +26,15 @@ from ntp.topology import parse_failed
 from ntp_launcher.ending import ending
 from ntp_launcher.flags import LaunchError, OneLineParser, number
 from ntp_launcher.plan_plots import write_plots
-from ntp_launcher.plan_view import show_advice, show_assumptions, show_result
+from ntp_launcher.plan_view import show_advice, show_assumptions, show_prediction, show_result
+
+_NVLINK_RANKS = 8  # of one host, as most are built
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     args = build_parser().parse_args(argv)
-    run = _simulate if args.command == "simulate" else _advise
+    run = {"simulate": _simulate, "advise": _advise, "predict": _predict}[args.command]
     return ending("ntp-plan", lambda: run(args))
 
 
@@ -43,16 +47,23 @@ def build_parser() -> argparse.ArgumentParser:
     simulate.add_argument("--json", metavar="FILE", help="write the result as JSON")
     simulate.add_argument("--plots", metavar="DIR", help="write plots (needs matplotlib)")
     advice = commands.add_parser("advise", help="the best layout for a set of failed GPUs")
-    advice.add_argument("config", metavar="CONFIG.yaml", help="the training configuration")
-    advice.add_argument(
-        "--failed", action="append", default=[], metavar="RANKS", help="as ntp-launch --failed"
-    )
-    advice.add_argument(
-        "--domain-size", type=number(1), metavar="N", help="consecutive ranks that share NVLink (default: tp)"
-    )
-    advice.add_argument("--step", metavar="FILE", help="YAML with the keys of a cluster file's step section")
     advice.add_argument("--rank-map", metavar="FILE", help="write the rank map for ntp-launch --rank-map")
-    for command in (simulate, advice):
+    prediction = commands.add_parser("predict", help="the step time of a job by counting, in parts")
+    for command, domain in ((advice, "default: tp"), (prediction, "default: 8")):
+        command.add_argument("config", metavar="CONFIG.yaml", help="the training configuration")
+        command.add_argument(
+            "--failed", action="append", default=[], metavar="RANKS", help="as ntp-launch --failed"
+        )
+        command.add_argument(
+            "--domain-size",
+            type=number(1),
+            metavar="N",
+            help=f"consecutive ranks that share NVLink ({domain})",
+        )
+        command.add_argument(
+            "--step", metavar="FILE", help="YAML with the keys of a cluster file's step section"
+        )
+    for command in (simulate, advice, prediction):
         command.add_argument(
             "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the file"
         )
@@ -96,6 +107,18 @@ def _advise(args: argparse.Namespace) -> int:
     if args.rank_map:
         _write(args.rank_map, json.dumps(list(advice.best.rank_map)) + "\n")
         sys.stdout.write(_command(args, advice.best))
+    return 0
+
+
+def _predict(args: argparse.Namespace) -> int:
+    config = load_config(args.config, args.set)
+    parallel = config.parallel
+    failed = parse_failed(args.failed, parallel.dp, parallel.tp, parallel.standbys)
+    step = load_step(args.step) if args.step else Step()
+    console = Console()
+    found = predict(config, failed, args.domain_size or _NVLINK_RANKS, step)
+    show_assumptions([gpu_assumptions(step)], console)
+    show_prediction(found, console)
     return 0
 
 

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from ntp.planner.advice import Advice, Layout
 from ntp.planner.assumptions import assumptions
+from ntp.planner.prediction import Prediction
 from ntp.planner.report import damage_of, outcome_of, provisioned
 from ntp.planner.simulation import Estimate, Result, Sweep
 
@@ -117,3 +118,27 @@ def _layout_cells(layout: Layout) -> list[str]:
 def _counted(numbers: list[int]) -> str:
     """`[4, 4, 3]` as `2 x 4, 1 x 3`."""
     return ", ".join(f"{numbers.count(n)} x {n}" for n in sorted(set(numbers), reverse=True))
+
+
+def show_prediction(found: Prediction, console: Console) -> None:
+    """A microbatch in parts on every kind of replica, then the step; milliseconds."""
+    table = Table("which", title="one microbatch, forward and backward, ms on the busiest rank")
+    for heading in ("degree", "number", "products", "attention", "pointwise", "sums", "all"):
+        table.add_column(heading, justify="right")
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for replica in found.replicas:
+        kinds.setdefault((replica.degree, replica.microbatches), []).append(replica.index)
+    first = {replica.index: replica for replica in found.replicas}
+    for (degree, microbatches), indices in kinds.items():
+        one = first[indices[0]].microbatch
+        parts = (one.products, one.attention, one.pointwise, one.sums, one.total(found.overlap))
+        names = f"{indices[0]}" if len(indices) == 1 else f"{len(indices)} x"
+        table.add_row(names, f"{degree}", f"{microbatches}", *(f"{part * 1e3:.1f}" for part in parts))
+    console.print(table)
+    console.print(
+        Text(
+            f"step {found.step * 1e3:.1f} ms = microbatches {found.compute * 1e3:.1f} + exchange over "
+            f"{found.link} {found.exchange * 1e3:.1f} + update {found.update * 1e3:.1f}; "
+            f"{found.tokens / found.step:.0f} tokens/s, {found.tokens / found.step / found.gpus:.0f} a GPU"
+        )
+    )

@@ -105,8 +105,18 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "ranks lost", str(sum(len(_newly_failed(run, event)) for event in run.losses))
     yield "generations", str(ended.get("generations", newest["generation"] + 1))
     yield "goodput", f"{ended['goodput']:.1%}" if "goodput" in ended else "-"
+    yield "saves", _saves(ended.get("checkpoints", {}))
     yield "wall time", duration(ended["wall_s"]) if "wall_s" in ended else "-"
     yield "weights sha256", str(ended.get("weights_sha256", "-"))[:16]
+
+
+def _saves(told: Line) -> str:
+    """How many checkpoints, how fast, and the longest time that training stood still for one."""
+    if not told.get("saves"):
+        return "-"
+    return (
+        f"{told['saves']} at {told['save_gbytes_s']:.3g} GB/s, stall {told['longest_stall_s']:.3f} s at most"
+    )
 
 
 def _newly_failed(run: Run, event: Line) -> set[int]:

@@ -13,8 +13,9 @@ the writer there copies a whole file in memory before it writes it (a rank of an
 know no other mesh than processes.
 
 Reading order: `manifest` (what is known of a checkpoint), `store` (folders and their atomic publication),
-both without torch; `pieces` (tensors to files and back), `save` (behind the training steps), `load` (the
-choice of a checkpoint by all ranks), `session` (what a worker calls).
+both without torch; `pieces` (tensors to files and back), `staging` (from the device to host memory), `save`
+(behind the training steps), `load` (the choice of a checkpoint by all ranks), `session` (what a worker
+calls).
 
 What was left out: copies on several file systems, and compression.
 """

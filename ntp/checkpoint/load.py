@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ntp.checkpoint.figures import gbytes_s
 from ntp.checkpoint.manifest import MANIFEST, NUMERICS, DamagedError, Manifest, check_files, read_manifest
 from ntp.checkpoint.pieces import optimizer_shards, read_shards, tensor_shapes
 from ntp.checkpoint.store import CheckpointStore
@@ -25,12 +26,15 @@ from ntp.optim import DistributedOptimizer
 class Loaded:
     """Where a run goes on: after `step`. `notes` are lines for the terminal, the same on every rank.
 
-    `found` is False for `auto` where nothing was ever saved; then nothing has been loaded.
+    `found` is False for `auto` where nothing was ever saved; then nothing has been loaded. `bytes` are those
+    that all ranks together have read.
     """
 
     found: bool
     step: int
     notes: tuple[str, ...]
+    bytes: int = 0
+    seconds: float = 0.0
 
 
 def resume_candidates(resume: str, directory: Path) -> tuple[list[Path], list[str]]:
@@ -89,14 +93,14 @@ def load(
             if outcome["damage"]
         ]
         if not damages:
-            seconds = max(time.monotonic() - started, 1e-9)
+            seconds = time.monotonic() - started
             read = sum(outcome["read"] for outcome in outcomes)
             notes += outcomes[0]["notes"]
             notes.append(
                 f"resumed after step {outcomes[0]['step']} from {path}: {read / 1e6:.1f} MB in "
-                f"{seconds:.2f} s ({read / seconds / 1e9:.3f} GB/s)"
+                f"{seconds:.2f} s ({gbytes_s(read, seconds):.3f} GB/s)"
             )
-            return Loaded(True, outcomes[0]["step"], tuple(notes))
+            return Loaded(True, outcomes[0]["step"], tuple(notes), read, seconds)
         said = f"checkpoint {path!r} is damaged ({damages[0]})"
         if strict:
             raise CheckpointError(f"{said}; --strict takes no older one")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ntp.checkpoint.manifest import ELEMENT_BYTES, DamagedError, FileRecord, Manifest, Piece
+from ntp.checkpoint.threads import spread
 from ntp.optim import DistributedOptimizer
 from ntp.parameters import ParameterSpec
 from ntp.units import UnitRange
@@ -41,41 +42,48 @@ def tensor_shapes(specs: Iterable[ParameterSpec]) -> dict[str, tuple[int, int]]:
     return {f"{spec.name}.{kind}": (spec.units, spec.unit_elements) for spec in specs for kind in KINDS}
 
 
-def optimizer_shards(
-    optimizer: DistributedOptimizer, flats: Sequence[Tensor] | None = None, once: bool = False
-) -> list[Shard]:
-    """This rank's slices of the optimizer's state.
+def state_of(optimizer: DistributedOptimizer) -> tuple[Tensor, Tensor, Tensor]:
+    """Masters and moments, in the order of `KINDS`."""
+    return optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq
 
-    Args:
-        flats: masters and moments to show instead of the optimizer's own (copies of them).
-        once: leave out what another rank is to save.
-    """
-    flats = flats or (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)
+
+def optimizer_shards(optimizer: DistributedOptimizer) -> list[Shard]:
+    """This rank's slices of the optimizer's state, those included that another rank saves."""
     return [
         Shard(f"{part.spec.name}.{kind}", part.units, part.start, part.stop, part.of(flat))
         for part in optimizer.slices
-        if part.counts or not once
-        for kind, flat in zip(KINDS, flats, strict=True)
+        for kind, flat in zip(KINDS, state_of(optimizer), strict=True)
     ]
 
 
 def write_shards(path: Path, shards: Sequence[Shard]) -> tuple[FileRecord, list[Piece]]:
     """Write a file, wait until it is on the disk, and say what it holds. Raises OSError."""
     header = _header(shards)
-    pieces: list[Piece] = []
+    placed: list[tuple[Shard, int]] = []
     offset = len(header)
+    for shard in shards:
+        for part in _cut(shard):
+            placed.append((part, offset))
+            offset += part.values.numel() * ELEMENT_BYTES
+
+    def write(part_at: tuple[Shard, int]) -> Piece:
+        part, offset = part_at
+        payload = part.values.contiguous().view(torch.uint8).numpy().reshape(-1).data
+        _write_at(file.fileno(), payload, offset)
+        digest = hashlib.sha256(payload).hexdigest()
+        return Piece(part.tensor, path.name, offset, part.units, part.start, part.stop, digest)
+
     with path.open("wb") as file:
-        file.write(header)
-        for shard in shards:
-            for units, values in _cut(shard):
-                payload = values.contiguous().view(torch.uint8).numpy().reshape(-1).data
-                digest = hashlib.sha256(payload).hexdigest()
-                file.write(payload)
-                pieces.append(Piece(shard.tensor, path.name, offset, units, shard.start, shard.stop, digest))
-                offset += len(payload)
-        file.flush()
+        _write_at(file.fileno(), memoryview(header), 0)
+        pieces = spread(write, placed)
         os.fsync(file.fileno())
     return FileRecord(path.name, offset, len(header), hashlib.sha256(header).hexdigest()), pieces
+
+
+def _write_at(descriptor: int, rest: memoryview, offset: int) -> None:
+    while rest:
+        written = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[written:], offset + written
 
 
 def read_shards(checkpoint: Path, manifest: Manifest, shards: Iterable[Shard]) -> int:
@@ -85,22 +93,38 @@ def read_shards(checkpoint: Path, manifest: Manifest, shards: Iterable[Shard]) -
     undefined.
     """
     pieces = manifest.by_tensor()
-    read = 0
+    wanted: list[_Overlap] = []
     for shard in shards:
-        filled = 0
-        for piece in pieces[shard.tensor]:
-            units = piece.units.intersect(shard.units)
-            start, stop = max(piece.start, shard.start), min(piece.stop, shard.stop)
-            if units and start < stop:
-                values = read_piece(checkpoint, piece)
-                source = values[piece.units.local(units), start - piece.start : stop - piece.start]
-                target = shard.values[shard.units.local(units), start - shard.start : stop - shard.start]
-                target.copy_(source)
-                filled += source.numel()
-                read += piece.bytes
-        if filled != shard.values.numel():
+        found = [overlap for piece in pieces[shard.tensor] if (overlap := _overlap(piece, shard))]
+        if sum(overlap.target.numel() for overlap in found) != shard.values.numel():
             raise DamagedError(f"the pieces of {shard.tensor} do not cover units {shard.units}")
-    return read
+        wanted += found
+
+    def read(overlap: _Overlap) -> int:
+        values = read_piece(checkpoint, overlap.piece)
+        overlap.target.copy_(values[overlap.units, overlap.elements])
+        return overlap.piece.bytes
+
+    return sum(spread(read, wanted))
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """The units and elements of a piece that belong into `target`, a part of a shard's values."""
+
+    piece: Piece
+    units: slice
+    elements: slice
+    target: Tensor
+
+
+def _overlap(piece: Piece, shard: Shard) -> _Overlap | None:
+    units = piece.units.intersect(shard.units)
+    start, stop = max(piece.start, shard.start), min(piece.stop, shard.stop)
+    if not units or start >= stop:
+        return None
+    target = shard.values[shard.units.local(units), start - shard.start : stop - shard.start]
+    return _Overlap(piece, piece.units.local(units), slice(start - piece.start, stop - piece.start), target)
 
 
 def read_tensor(checkpoint: Path, manifest: Manifest, name: str) -> Tensor:
@@ -130,13 +154,13 @@ def read_piece(checkpoint: Path, piece: Piece) -> Tensor:
     return torch.frombuffer(payload, dtype=torch.float32).view(len(piece.units), -1)
 
 
-def _cut(shard: Shard) -> Iterator[tuple[UnitRange, Tensor]]:
+def _cut(shard: Shard) -> Iterator[Shard]:
     """The shard in runs of units of at most `PIECE_BYTES`, a single unit at least."""
     rows = max(1, PIECE_BYTES // (ELEMENT_BYTES * (shard.stop - shard.start)))
     for first in range(0, len(shard.units), rows):
         values = shard.values[first : first + rows]
-        start = shard.units.start + first
-        yield UnitRange(start, start + len(values)), values
+        units = UnitRange(shard.units.start + first, shard.units.start + first + len(values))
+        yield Shard(shard.tensor, units, shard.start, shard.stop, values)
 
 
 def _header(shards: Sequence[Shard]) -> bytes:

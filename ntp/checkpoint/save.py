@@ -6,26 +6,25 @@
     saver.poll()                                # reports of saves that have ended
     saver.finish()                              # waits for the save under way
 
-A thread copies this rank's slices to host memory while the next step computes, writes them, and agrees with
-the other ranks over a group of its own. One save is under way at a time: `save` waits for the one before, so
-a disk slower than the interval slows training down instead of filling memory. A save that fails anywhere
-(disk full, a rank's writer dead) fails everywhere with the same words, leaves the older checkpoints as they
-are, and training goes on.
+A thread copies what this rank saves to host memory while the next step computes (`ntp.checkpoint.staging`),
+writes it, and agrees with the other ranks over a group of its own. One save is under way at a time: `save`
+waits for the one before, so a disk slower than the interval slows training down instead of filling memory. A
+save that fails anywhere (disk full, a rank's writer dead) fails everywhere with the same words, leaves the
+older checkpoints as they are, and training goes on.
 """
 
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from ntp.checkpoint.figures import gbytes_s
 from ntp.checkpoint.manifest import FileRecord, Manifest, Piece, check_files
-from ntp.checkpoint.pieces import Shard, optimizer_shards, tensor_shapes, write_shards
+from ntp.checkpoint.pieces import tensor_shapes, write_shards
+from ntp.checkpoint.staging import Staging
 from ntp.checkpoint.store import CheckpointStore
 from ntp.collectives import Group
 from ntp.config import Config
@@ -61,15 +60,15 @@ class SaveReport:
             return f"checkpoint of step {self.step} failed, training goes on: {self.error}"
         return (
             f"checkpoint of step {self.step}: {self.bytes / 1e6:.1f} MB in {self.seconds:.2f} s"
-            f" ({self.bytes / self.seconds / 1e9:.3f} GB/s), stall {self.stall_s:.3f} s"
+            f" ({gbytes_s(self.bytes, self.seconds):.3f} GB/s), stall {self.stall_s:.3f} s"
         )
 
 
 class _Job:
     """A save under way."""
 
-    def __init__(self, step: int, store: CheckpointStore, keep: int):
-        self.step, self.store, self.keep = step, store, keep
+    def __init__(self, step: int, store: CheckpointStore, keep: int, staging: Staging):
+        self.step, self.store, self.keep, self.staging = step, store, keep, staging
         self.started = time.monotonic()
         self.staged = threading.Event()
         self.stall_s = 0.0
@@ -103,18 +102,19 @@ class Saver:
         self._group, self._config = group, config
         self._job: _Job | None = None
         self._ended: list[SaveReport] = []
-        self._host: tuple[Tensor, ...] = ()
+        self._staging: Staging | None = None
         self._preparing: threading.Thread | None = None
 
     def prepare(self, optimizer: DistributedOptimizer) -> None:
-        """Start making the host buffers, which takes seconds for gigabytes of pinned memory."""
-        self._preparing = threading.Thread(target=self._allocate, args=(optimizer,), daemon=True)
-        self._preparing.start()
+        """Start making the host memory, which takes seconds for gigabytes that are pinned."""
+        if self._preparing is None:
+            self._preparing = threading.Thread(target=self._allocate, args=(optimizer,), daemon=True)
+            self._preparing.start()
 
-    def _allocate(self, optimizer: DistributedOptimizer) -> None:
-        source, pinned = _state(optimizer), optimizer.master.is_cuda
-        if [flat.shape for flat in self._host] != [flat.shape for flat in source]:
-            self._host = tuple(torch.empty(flat.shape, pin_memory=pinned) for flat in source)
+    def _allocate(self, optimizer: DistributedOptimizer) -> Staging:
+        if self._staging is None or not self._staging.fits(optimizer):
+            self._staging = Staging(optimizer)
+        return self._staging
 
     def save(self, optimizer: DistributedOptimizer, step: int, store: CheckpointStore, keep: int) -> None:
         """Start saving the state after `step`; every worker calls it, and has not begun the next commit.
@@ -124,15 +124,12 @@ class Saver:
         """
         before = time.monotonic()
         self.finish()
-        job = self._job = _Job(step, store, keep)
         if self._preparing is not None:
             self._preparing.join()
-        self._allocate(optimizer)
-        shards = optimizer_shards(optimizer, self._host, once=True)
-        shapes = tensor_shapes(optimizer.buffer.specs)
-        stage = _stager(_state(optimizer), self._host)
+        job = self._job = _Job(step, store, keep, self._allocate(optimizer))
+        stage, shapes = job.staging.copier(), tensor_shapes(optimizer.buffer.specs)
         job.thread = threading.Thread(
-            target=self._run, args=(job, stage, shards, shapes), name=f"checkpoint{step}", daemon=True
+            target=self._run, args=(job, stage, shapes), name=f"checkpoint{step}", daemon=True
         )
         job.thread.start()
         job.stall_s += time.monotonic() - before
@@ -159,15 +156,9 @@ class Saver:
             self._ended.append(self._job.report())
             self._job = None
 
-    def _run(
-        self,
-        job: _Job,
-        stage: Callable[[], None],
-        shards: Sequence[Shard],
-        shapes: dict[str, tuple[int, int]],
-    ) -> None:
+    def _run(self, job: _Job, stage: Callable[[], None], shapes: dict[str, tuple[int, int]]) -> None:
         try:
-            self._save(job, stage, shards, shapes)
+            self._save(job, stage, shapes)
         except CheckpointError as error:
             job.error = str(error)
         except Exception as error:  # noqa: BLE001 - a lost peer: the thread has only its report to speak by
@@ -176,13 +167,7 @@ class Saver:
             job.ended = time.monotonic()
             job.staged.set()
 
-    def _save(
-        self,
-        job: _Job,
-        stage: Callable[[], None],
-        shards: Sequence[Shard],
-        shapes: dict[str, tuple[int, int]],
-    ) -> None:
+    def _save(self, job: _Job, stage: Callable[[], None], shapes: dict[str, tuple[int, int]]) -> None:
         """The steps of a save; each is agreed on before the next, so that all ranks end at the same one."""
 
         def prepare() -> str | None:
@@ -191,9 +176,10 @@ class Saver:
             return str(job.store.begin(job.step)) if self._group.leads else None
 
         def write(folder: Path) -> list[Any]:
-            if not shards:
+            if not job.staging.shards:
                 return []
-            record, pieces = write_shards(folder / f"pieces-{self._group.rank:05d}.safetensors", shards)
+            path = folder / f"pieces-{self._group.rank:05d}.safetensors"
+            record, pieces = write_shards(path, job.staging.shards)
             return [record.to_json(), [piece.to_json() for piece in pieces]]
 
         def publish(folder: Path, written: list[Any]) -> None:
@@ -240,35 +226,8 @@ class Saver:
         return [outcome["value"] for outcome in outcomes]
 
 
-def _state(optimizer: DistributedOptimizer) -> tuple[Tensor, Tensor, Tensor]:
-    return optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         place = f" ({Path(str(error.filename)).name})" if error.filename else ""
         return f"{error.strerror}{place}"
     return f"{type(error).__name__}: {error}"
-
-
-def _stager(source: Sequence[Tensor], host: Sequence[Tensor]) -> Callable[[], None]:
-    """A function for another thread that copies device tensors, as they are now, to host memory."""
-    if not source[0].is_cuda:
-
-        def copy() -> None:
-            for here, there in zip(source, host, strict=True):
-                there.copy_(here)
-
-        return copy
-    committed = torch.cuda.Event()
-    committed.record(torch.cuda.current_stream(source[0].device))
-
-    def copy_behind() -> None:
-        stream = torch.cuda.Stream(source[0].device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(committed)
-            for here, there in zip(source, host, strict=True):
-                there.copy_(here, non_blocking=True)
-        stream.synchronize()
-
-    return copy_behind

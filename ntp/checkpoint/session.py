@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ntp.checkpoint.load import load
+from ntp.checkpoint.figures import Figures
+from ntp.checkpoint.load import Loaded, load
 from ntp.checkpoint.save import Saver, SaveReport
 from ntp.checkpoint.store import CheckpointStore, checkpoint_directory
 from ntp.collectives import Mesh, PeerLostError
@@ -33,6 +34,9 @@ class Checkpoints:
     Args:
         snapshots: a directory in host memory that outlives the worker.
         say: takes a line for the user; does nothing on all ranks but one.
+
+    Attributes:
+        figures: what saves and loads have cost so far.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Checkpoints:
         self._saver = Saver(mesh.host, config)
         self._store, self._snapshots = CheckpointStore(self.directory), CheckpointStore(snapshots)
         self._last: SaveReport | None = None
+        self.figures = Figures()
 
     def start(self, trainer: Trainer, resume: str | None, strict: bool) -> int:
         """Give the trainer its state and return the step after which it goes on; collective.
@@ -53,12 +58,9 @@ class Checkpoints:
         Raises:
             CheckpointError: nothing can be loaded. HuggingFaceError: `model.init_from` does not fit.
         """
-        if self._config.checkpoint.every or self._config.train.stop_after is not None:
-            self._saver.prepare(trainer.optimizer)
+        self._prepare(trainer)
         if resume is not None:
-            loaded = load(resume, self.directory, self._config, trainer.optimizer, self._mesh.host, strict)
-            for note in loaded.notes:
-                self._say(note)
+            loaded = self._load(trainer, resume, self.directory, strict)
             if loaded.found:
                 trainer.publish()
                 return loaded.step
@@ -77,18 +79,15 @@ class Checkpoints:
         Raises:
             CheckpointError: what was saved is all damaged.
         """
+        self._prepare(trainer)
         places = [("snapshot", self._snapshots), ("checkpoint", self._store)]
         latest = leaders_value(self._mesh.host, [max(store.steps(), default=0) for _, store in places])
         order = sorted(zip(latest, places, strict=True), key=lambda item: -item[0])
         for _, (name, store) in [item for item in order if item[0]]:
             try:
-                loaded = load("auto", store.directory, self._config, trainer.optimizer, self._mesh.host)
+                return self._load(trainer, "auto", store.directory).step, name
             except CheckpointError as error:
                 self._say(f"no {name} to go back to: {error}")
-                continue
-            for note in loaded.notes:
-                self._say(note)
-            return loaded.step, name
         if any(latest):
             raise CheckpointError("nothing that was saved can be loaded")
         return 0, "start"
@@ -106,7 +105,11 @@ class Checkpoints:
         self._tell()
 
     def make_up(self, trainer: Trainer) -> None:
-        """Start a save if the last one that was due is not there: a loss has cut it short. Collective."""
+        """Start a save if the last one that was due is not there: a loss has cut it short. Collective.
+
+        It is what a generation begins with that goes on from the state of another.
+        """
+        self._prepare(trainer)
         saved = 0
         for place in self._places(trainer.committed):
             saved = max(saved, leaders_value(self._mesh.host, place.store.latest() or 0))
@@ -128,6 +131,19 @@ class Checkpoints:
         if last is not None and last.error is not None:
             raise CheckpointError(f"the last checkpoint, of step {last.step}, failed: {last.error}")
 
+    def _prepare(self, trainer: Trainer) -> None:
+        """Begin what the first save of this generation needs, if there will be one."""
+        checkpoint, elastic, train = self._config.checkpoint, self._config.elastic, self._config.train
+        if checkpoint.every or elastic.snapshot_every or train.stop_after is not None:
+            self._saver.prepare(trainer.optimizer)
+
+    def _load(self, trainer: Trainer, resume: str, directory: Path, strict: bool = False) -> Loaded:
+        loaded = load(resume, directory, self._config, trainer.optimizer, self._mesh.host, strict)
+        for note in loaded.notes:
+            self._say(note)
+        self.figures.load_bytes, self.figures.load_s = loaded.bytes, loaded.seconds
+        return loaded
+
     def _outcome(self) -> SaveReport | None:
         """How the last checkpoint ended; None where there was none. Raises PeerLostError."""
         self._saver.finish()
@@ -148,6 +164,8 @@ class Checkpoints:
 
     def _tell(self) -> None:
         for report in self._saver.poll():
+            if report.error is None:
+                self.figures.saved(report.bytes, report.seconds, report.stall_s)
             if report.directory == self.directory:
                 self._last = report
                 self._say(report.line())

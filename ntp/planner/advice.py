@@ -13,7 +13,7 @@ from ntp.errors import PlanError
 from ntp.plan import Plan, make_plan
 from ntp.planner.plans import Plans
 from ntp.planner.step_time import StepTimes, step_times
-from ntp.planner.study import Batch, Job, Step
+from ntp.planner.study import Step, job_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,8 @@ def advise(config: Config, failed: Collection[int], domain_size: int, step: Step
         PlanError: no layout can run.
         StudyError: the healthy job does not fit the model.
     """
-    parallel, train = config.parallel, config.train
-    batch = Batch(**train.model_dump(include=set(Batch.model_fields)))
-    job = Job(dp=parallel.dp, tp=parallel.tp, min_degree=parallel.min_degree, batch=batch, model=config.model)
-    times = step_times(step, job, Plans(config))
+    parallel = config.parallel
+    times = step_times(step, job_of(config), Plans(config))
     given = tuple(parallel.rank_map or range(parallel.world_size))
     found: list[Layout] = []
     refused = ""

@@ -58,17 +58,10 @@ def _failures(study: Study) -> Iterator[str]:
 
 def step_assumptions(step: Step, times: StepTimes, tp: int) -> Iterator[str]:
     """The time model and what it says at a few degrees."""
-    gpu = step.gpu
     yield {
         "proportional": "step: a microbatch takes tp / degree of the healthy time, the exchange nothing",
         "table": f"step: measured times of {step.table}, between measured degrees a line over 1 / degree",
-        "analytic": (
-            f"step: analytic, {gpu.name}: {gpu.peak_tflops:g} TFLOP/s x {gpu.gemm_efficiency:g} in GEMMs, "
-            f"x {gpu.attention_efficiency:g} in attention, {gpu.memory_gib:g} GiB, NVLink "
-            f"{gpu.nvlink_gbytes_s:g} GB/s, network {gpu.network_gbytes_s:g} GB/s, {step.overlap:.0%} of "
-            f"communication hidden, {step.sum_bytes} B an element summed in a replica, "
-            f"{step.exchange_bytes} B exchanged; whole units on the heaviest rank"
-        ),
+        "analytic": f"step: analytic, {gpu_assumptions(step)}",
     }[step.times]
     for degree in sorted({tp, tp - 1, tp - 2, tp - 4, tp // 2} - {0, -1, -2, -3}, reverse=True):
         if times.usable[degree]:
@@ -82,6 +75,19 @@ def step_assumptions(step: Step, times: StepTimes, tp: int) -> Iterator[str]:
         highest = max(times.why_not)
         numbers = _ranges(sorted(times.why_not))
         yield f"step: degrees that cannot run: {numbers}; {highest}: {times.why_not[highest]}"
+
+
+def gpu_assumptions(step: Step) -> str:
+    """The rates of the analytic model, and what it leaves out."""
+    gpu = step.gpu
+    return (
+        f"{gpu.name}: {gpu.peak_tflops:g} TFLOP/s x {gpu.gemm_efficiency:g} in products, "
+        f"x {gpu.attention_efficiency:g} in attention forward and x {gpu.attention_backward_efficiency:g} "
+        f"backward, memory {gpu.hbm_gbytes_s:g} GB/s and {gpu.memory_gib:g} GiB, NVLink "
+        f"{gpu.nvlink_gbytes_s:g} GB/s, network {gpu.network_gbytes_s:g} GB/s, {step.overlap:.0%} of "
+        f"communication hidden, {step.sum_bytes} + {step.result_bytes} B an element summed in a replica; "
+        "whole units on the busiest rank; launches hidden, one document a sequence"
+    )
 
 
 def _recovery(recovery: Recovery) -> str:

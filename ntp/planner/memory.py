@@ -54,31 +54,31 @@ class RankMemory:
 
 def estimate(config: Config, plan: Plan) -> tuple[RankMemory, ...]:
     """The memory of every rank that holds a shard, in mesh order."""
-    specs = parameter_specs(config.model)
+    return tuple(
+        rank for place in range(len(plan.replicas)) for rank in estimate_replica(config, plan, place)
+    )
+
+
+def estimate_replica(config: Config, plan: Plan, place: int) -> Iterator[RankMemory]:
+    """The memory of the ranks of the replica at this place of the plan."""
+    specs, replica, holders = parameter_specs(config.model), plan.replicas[place], len(plan.replicas)
     width = 2 if config.train.dtype == "bfloat16" else FLOAT
-    reserved = 0 if config.train.device == "cpu" else RESERVED_BYTES
-    held = _sizes(specs)
-    nodes = [len(fold_of(replica.groups, plan.groups).nodes) for replica in plan.replicas]
-    found: list[RankMemory] = []
-    for place, replica in enumerate(plan.replicas):
-        kept = _kept(specs, place, len(plan.replicas), plan.copies)
-        depth = _depth(replica, plan.groups)
-        for position, rank in enumerate(replica.members):
-            mine = _elements(held, replica, position)
-            slices = _elements(kept, replica, position)
-            flights = nodes[place] * plan.copies * mine + sum(nodes) * slices  # all buckets, own share too
-            found.append(
-                RankMemory(
-                    rank,
-                    parameters=mine * width,
-                    gradients=mine * FLOAT * depth,
-                    optimizer=slices * FLOAT * 4,
-                    exchange=flights * FLOAT if len(plan.replicas) > 1 else 0,
-                    activations=_activations(config, replica, position, width),
-                    reserved=reserved,
-                )
-            )
-    return tuple(found)
+    held, kept = _sizes(specs), _kept(specs, place, holders, plan.copies)
+    nodes = [len(fold_of(other.groups, plan.groups).nodes) for other in plan.replicas]
+    depth = _depth(replica, plan.groups)
+    for position, rank in enumerate(replica.members):
+        mine = _elements(held, replica, position)
+        slices = _elements(kept, replica, position)
+        flights = nodes[place] * plan.copies * mine + sum(nodes) * slices  # all buckets, own share too
+        yield RankMemory(
+            rank,
+            parameters=mine * width,
+            gradients=mine * FLOAT * depth,
+            optimizer=slices * FLOAT * 4,
+            exchange=flights * FLOAT if holders > 1 else 0,
+            activations=_activations(config, replica, position, width),
+            reserved=0 if config.train.device == "cpu" else RESERVED_BYTES,
+        )
 
 
 def smallest_degree(config: Config, capacity: int) -> int | None:

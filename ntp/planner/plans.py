@@ -9,10 +9,14 @@ from ntp.units import UnitKind
 
 
 class Plans:
-    """`make_plan` of one job, remembered."""
+    """`make_plan` of one job, remembered.
+
+    Attributes:
+        config: the job's, without standbys.
+    """
 
     def __init__(self, config: Config):
-        self._config = config.model_copy(
+        self.config = config.model_copy(
             update={"parallel": config.parallel.model_copy(update={"standbys": 0, "rank_map": None})}
         )
         self.units_at = cache(self._units_at)
@@ -22,6 +26,11 @@ class Plans:
     def calls(self) -> int:
         """How often a plan was made rather than remembered."""
         return self.units_at.cache_info().misses + self.microbatches_of.cache_info().misses
+
+    def with_one_at(self, degree: int) -> Plan:
+        """The plan where the first replica has this degree and all others are whole."""
+        parallel = self.config.parallel
+        return self._plan((degree, *[parallel.tp] * (parallel.dp - 1)))
 
     def _units_at(self, degree: int) -> Mapping[UnitKind, tuple[int, ...]]:
         """Units of each kind at each position of a replica of `degree`."""
@@ -34,8 +43,8 @@ class Plans:
         return tuple(shares.get(index, 0) for index in range(len(degrees)))
 
     def _plan(self, degrees: Sequence[int]) -> Plan:
-        parallel = self._config.parallel.model_copy(update={"dp": len(degrees), "min_degree": 1})
-        config = self._config.model_copy(update={"parallel": parallel})
+        parallel = self.config.parallel.model_copy(update={"dp": len(degrees), "min_degree": 1})
+        config = self.config.model_copy(update={"parallel": parallel})
         failed = [
             index * parallel.tp + position
             for index, degree in enumerate(degrees)

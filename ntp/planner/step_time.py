@@ -1,7 +1,7 @@
 """How long a replica of each degree takes, and which degrees fit into memory.
 
 Time of a step of one replica = (microbatches + pp - 1) * microbatch time of its slowest stage (1F1B without
-interleaving); the job takes the slowest replica's, then the slowest exchange. Optimizer, data loading and
+interleaving); the job takes the slowest replica's, then the slowest exchange and update. Data loading and
 launch gaps are left out: a measured table has them in its numbers.
 """
 
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ntp.parameters import parameter_specs
+from ntp.planner.memory import estimate_replica
 from ntp.planner.outages import number_in, read_rows
 from ntp.planner.plans import Plans
 from ntp.planner.study import Batch, Job, Step, StudyError
-from ntp.units import UnitKind, count_units
+from ntp.planner.work import Spread, exchange_time, heaviest_rank, microbatch_time, update_time
+from ntp.units import count_units
 
 Floats = NDArray[np.float64]
 
@@ -28,7 +29,7 @@ class StepTimes:
 
     Attributes:
         microbatch: of the slowest stage of a replica.
-        exchange: of gradients and parameters between the replicas, the part that is not hidden.
+        exchange: of gradients and parameters between the replicas, the part that is not hidden, and update.
         why_not: degree -> reason, for degrees that cannot run.
         pp: pipeline stages.
     """
@@ -72,8 +73,7 @@ def step_times(step: Step, job: Job, plans: Plans) -> StepTimes:
         elif measured:
             times = interpolate(measured, degree)
         else:
-            rank = heaviest_rank(job, plans, degree)
-            times, need = analytic(step, job, rank, degree), memory_gib(step, job, rank, degree)
+            times, need = analytic(step, job, plans, degree), needed_gib(job, plans, degree)
             if need > step.gpu.memory_gib:
                 why_not[degree] = f"needs {need:.0f} GiB a GPU, has {step.gpu.memory_gib:g}"
                 continue
@@ -85,68 +85,30 @@ def step_times(step: Step, job: Job, plans: Plans) -> StepTimes:
     return StepTimes(microbatch, exchange, why_not, job.pp)
 
 
-@dataclass(frozen=True, slots=True)
-class RankLoad:
-    """What the slowest rank of a stage holds and computes for one token, of all `layers` of the stage.
+def analytic(step: Step, job: Job, plans: Plans, degree: int) -> tuple[float, float]:
+    """Seconds of a microbatch, and of exchange and update, on the busiest rank (`ntp.planner.work`)."""
+    rank = heaviest_rank(job, plans, degree)
+    copies = min(plans.config.optimizer.copies, job.dp)
+    groups = count_units(_microbatches(job.batch, job.dp), job.batch.grad_group)
+    spread = Spread(dp=job.dp, copies=copies, groups=groups, nodes=1, all_nodes=job.dp)
+    exchange = (1 - step.overlap) * exchange_time(rank, spread, step.gpu.network_gbytes_s)
+    microbatch = microbatch_time(step, job, rank, degree).total(step.overlap)
+    return microbatch, exchange + update_time(rank, spread, step.gpu)
 
-    Attributes:
-        elements: stored elements, replicated ones left out.
-        macs: multiply-adds of a forward pass outside attention.
-        heads: query heads of one layer.
+
+def needed_gib(job: Job, plans: Plans, degree: int) -> float:
+    """Memory of the fullest rank of a replica of this degree beside whole ones, by `ntp.planner.memory`.
+
+    A pipeline stage has its share of the layers and one of the two tables, and the activations of as many
+    microbatches as are under way in it.
     """
-
-    layers: int
-    elements: int
-    macs: int
-    heads: int
-
-
-def heaviest_rank(job: Job, plans: Plans, degree: int) -> RankLoad:
-    """The rank with most multiply-adds, in the stage with most of them: the last one, which has the head."""
-    model, units = job.model, plans.units_at(degree)
-    layers = count_units(model.num_hidden_layers, job.pp)
-    per_layer = dict.fromkeys(UnitKind, 0)  # elements of a unit in one layer
-    for spec in parameter_specs(model.model_copy(update={"num_hidden_layers": 1})):
-        if spec.kind:
-            per_layer[spec.kind] += spec.unit_elements
-    head = model.vocab_unit * model.hidden_size
-    loads: list[RankLoad] = []
-    for kv, ffn, vocab in zip(units[UnitKind.KV], units[UnitKind.FFN], units[UnitKind.VOCAB], strict=True):
-        body = layers * (kv * per_layer[UnitKind.KV] + ffn * per_layer[UnitKind.FFN])
-        tables = 2 if job.pp == 1 and not model.tie_word_embeddings else 1
-        heads = kv * (model.num_attention_heads // model.num_key_value_heads)
-        loads.append(RankLoad(layers, body + tables * vocab * head, body + vocab * head, heads))
-    return max(loads, key=lambda load: (load.macs, load.heads))
-
-
-def analytic(step: Step, job: Job, rank: RankLoad, degree: int) -> tuple[float, float]:
-    """Seconds of a microbatch and of the exchange.
-
-    A forward pass costs 2 FLOP a multiply-add, a backward pass twice that; causal attention half the square,
-    and 2.5 times as much backward (the scores are computed again). Four all-reduces a layer in the domain,
-    as rings.
-    """
-    gpu, batch, model = step.gpu, job.batch, job.model
-    tokens = batch.micro_batch * batch.seq_len
-    gemm = 6 * tokens * rank.macs / (gpu.peak_tflops * 1e12 * gpu.gemm_efficiency)
-    scores = 2 * tokens * batch.seq_len * model.head_dim * rank.heads * rank.layers
-    attention = 3.5 * scores / (gpu.peak_tflops * 1e12 * gpu.attention_efficiency)
-    payload = 4 * rank.layers * tokens * model.hidden_size * step.sum_bytes
-    sums = payload * 2 * (degree - 1) / degree / (gpu.nvlink_gbytes_s * 1e9)
-    traffic = rank.elements * step.exchange_bytes * (job.dp - 1) / job.dp
-    exchange = traffic / (gpu.network_gbytes_s * 1e9)
-    return gemm + attention + (1 - step.overlap) * sums, (1 - step.overlap) * exchange
-
-
-def memory_gib(step: Step, job: Job, rank: RankLoad, degree: int) -> float:
-    """Weights, gradients, optimizer state and activations of the heaviest rank.
-
-    Activations: (10 + 24 / degree) bytes an element of the residual stream and layer (Korthikanti et al.
-    2022, without the scores, which are computed again), for as many microbatches as the pipeline holds.
-    """
-    weights = rank.elements * (step.weight_bytes + step.state_bytes / job.dp)
-    elements = job.batch.micro_batch * job.batch.seq_len * job.model.hidden_size * rank.layers
-    return (weights + elements * (10 + 24 / degree) * min(job.pp, _microbatches(job.batch, job.dp))) / _GIB
+    layers = count_units(job.model.num_hidden_layers, job.pp)
+    tied = job.pp > 1 or job.model.tie_word_embeddings
+    model = job.model.model_copy(update={"num_hidden_layers": layers, "tie_word_embeddings": tied})
+    config = plans.config.model_copy(update={"model": model})
+    more = min(job.pp, _microbatches(job.batch, job.dp)) - 1
+    ranks = estimate_replica(config, plans.with_one_at(degree), 0)
+    return max(rank.total + more * rank.activations for rank in ranks) / _GIB
 
 
 def _microbatches(batch: Batch, dp: int) -> int:

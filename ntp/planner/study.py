@@ -35,6 +35,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, max_length=40)]
 FilePath = Annotated[str, Field(min_length=1)]
 Degree = Annotated[int, Field(ge=1)]
+Efficiency = Annotated[float, Field(gt=0, le=1)]
 
 
 class StudyError(NtpError):
@@ -56,6 +57,7 @@ class Batch(Section):
     global_batch: Positive
     micro_batch: Positive = 1
     grad_group: Positive = 1
+    recompute: Literal["none", "attention", "block"] = "none"
 
 
 class Job(Section):
@@ -102,14 +104,16 @@ class Failures(Section):
 
 
 class Gpu(Section):
-    """One GPU and its links, for the analytic step model. Rates are peaks; efficiencies are fractions."""
+    """One GPU and its links, for the analytic step model: a peak, fractions of it, and achieved rates."""
 
     name: Name = "H100 SXM"
     peak_tflops: PositiveFloat = 989.0  # dense bf16
-    gemm_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.6
-    attention_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.4
+    gemm_efficiency: Efficiency = 0.63
+    attention_efficiency: Efficiency = 0.5  # forward
+    attention_backward_efficiency: Efficiency = 0.43
     memory_gib: PositiveFloat = 80.0
-    nvlink_gbytes_s: PositiveFloat = 450.0  # one direction
+    hbm_gbytes_s: PositiveFloat = 3000.0
+    nvlink_gbytes_s: PositiveFloat = 175.0  # one direction
     network_gbytes_s: PositiveFloat = 50.0  # one direction
 
 
@@ -117,7 +121,7 @@ class Step(Section):
     """Time of a microbatch and of the gradient exchange at each degree.
 
     `proportional`: a microbatch takes tp / degree of the healthy time, everything else is free.
-    `analytic`: GEMMs and attention of the heaviest rank, all-reduces in the domain, exchange on the network.
+    `analytic`: what the busiest rank computes and moves, sums in the domain, exchange on the network.
     `table`: measured, a CSV with the columns degree, microbatch_s, exchange_s.
     """
 
@@ -125,10 +129,8 @@ class Step(Section):
     table: FilePath | None = None
     gpu: Gpu = Gpu()
     overlap: Ratio = 0.0  # share of communication hidden behind computation
-    sum_bytes: Positive = 4  # an element of the all-reduce inside a replica: this trainer sums int32
-    exchange_bytes: Positive = 8  # an element out and back: float32 gradient, float32 parameter
-    state_bytes: Positive = 12  # optimizer state of an element, spread over the replicas
-    weight_bytes: Positive = 6  # of an element on every rank that holds it: bf16 weight, float32 gradient
+    sum_bytes: Positive = 4  # an element of a cut product on its way to be summed: int32
+    result_bytes: Positive = 2  # the sum on its way back: bfloat16 between peers, 4 as a collective
 
     @model_validator(mode="after")
     def _table_is_used(self) -> Self:
@@ -223,8 +225,17 @@ class Study(Section):
         return Config(
             model=job.model,
             parallel=ParallelConfig(dp=job.dp, tp=job.tp),
-            train=TrainConfig(steps=1, **job.batch.model_dump()),
+            train=TrainConfig(steps=1, dtype="bfloat16", device="cuda", **job.batch.model_dump()),
         )
+
+
+def job_of(config: Config) -> Job:
+    """The job of a training configuration."""
+    parallel = config.parallel
+    batch = Batch(**config.train.model_dump(include=set(Batch.model_fields)))
+    return Job(
+        dp=parallel.dp, tp=parallel.tp, min_degree=parallel.min_degree, batch=batch, model=config.model
+    )
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:

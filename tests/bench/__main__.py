@@ -121,12 +121,12 @@ class _Bench:
                     parameter.grad = None
 
             return self._measure(run)
-        optimizer = StockOptimizer(model, self._replicas, self._config.optimizer.lr)
+        optimizer = StockOptimizer(model, self._replicas)
         assert train.microbatches == self._config.parallel.dp, "stock accumulates nothing: a microbatch each"
 
         def step() -> None:
             model(batch.inputs, batch.targets).backward()
-            optimizer.step()
+            optimizer.step(self._config.optimizer.lr)
 
         return self._measure(step)
 

@@ -191,14 +191,14 @@ class StockOptimizer:
     Gradients of a block travel as soon as its backward is done.
     """
 
-    def __init__(self, model: StockModel, replicas: dist.ProcessGroup, lr: float):
+    def __init__(self, model: StockModel, replicas: dist.ProcessGroup):
         self._group, self._size = replicas, dist.get_world_size(replicas)
         self._buckets = [_Bucket(list(part), replicas) for part in _parts(model)]
         masters = [bucket.master for bucket in self._buckets]
-        self._adamw = torch.optim.AdamW(masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self._adamw = torch.optim.AdamW(masters, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self._world = dist.group.WORLD
 
-    def step(self) -> None:
+    def step(self, lr: float) -> None:
         """Finish the exchange of gradients, clip, update, and return the parameters."""
         for bucket in self._buckets:
             bucket.finish()
@@ -207,6 +207,7 @@ class StockOptimizer:
         scale = (1.0 / (squares.sqrt() + 1e-6)).clamp(max=1.0)
         for bucket in self._buckets:
             bucket.master.grad.mul_(scale)
+        self._adamw.param_groups[0]["lr"] = lr
         self._adamw.step()
         for bucket in self._buckets:
             bucket.publish()

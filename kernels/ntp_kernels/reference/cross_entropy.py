@@ -73,10 +73,12 @@ def ce_backward(
     first_unit: int,
     vocab_size: int,
     out: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return dlogits [M, U, V] of the SUM of token losses: softmax minus one-hot, from lse f32 [M].
 
-    Padded vocabulary columns and rows with an ignored target are exactly 0. `out` may be `logits` itself.
+    Padded vocabulary columns and rows with an ignored target are exactly 0. `out` may be `logits` itself;
+    `weights` f32 [M] are of the losses in their sum.
     """
     if not logits.numel():
         return torch.empty_like(logits) if out is None else out
@@ -86,6 +88,8 @@ def ce_backward(
     dlogits = blocks.transpose(0, 1).contiguous()
     column, owned = _target_columns(logits, targets, first_unit, vocab_size)
     dlogits.flatten(1).scatter_add_(1, column.unsqueeze(1), owned.float().neg_().unsqueeze(1))
+    if weights is not None:
+        dlogits.mul_(weights[:, None, None])
     dlogits.flatten(1)[:, max(vocab_size - first_unit * logits.shape[2], 0) :] = 0
     dlogits.masked_fill_((targets == IGNORED)[:, None, None], 0)
     return dlogits.to(logits.dtype) if out is None else out.copy_(dlogits)
