@@ -97,6 +97,10 @@ class Model:
         self.head = VocabParallelHead(projection, config.vocab_size)
         self.tables = rope_tables(config, seq_len, head.data.device)
 
+    def retire(self) -> None:
+        """Give up the graphs and their memory."""
+        self._graphed = None
+
     def loss(self, batch: Tokens) -> Tensor:
         """Return the sum of token losses of every sequence, f64 [M / seq_len]."""
         losses = self.head.losses(self.hidden(batch), batch.targets)
