@@ -146,6 +146,7 @@ class Spread:
         groups: of microbatches that this replica computes, each with a gradient sum of its own.
         nodes: partial sums of gradients that this replica sends for one element.
         all_nodes: those of all replicas.
+        uniform: all replicas have one degree. With as many copies as replicas nothing comes back then.
     """
 
     dp: int
@@ -153,6 +154,7 @@ class Spread:
     groups: int
     nodes: int
     all_nodes: int
+    uniform: bool
 
 
 def exchange_time(rank: RankLoad, spread: Spread, gbytes_s: float) -> float:
@@ -161,9 +163,8 @@ def exchange_time(rank: RankLoad, spread: Spread, gbytes_s: float) -> float:
 
 
 def _sent_bytes(rank: RankLoad, spread: Spread) -> float:
-    """Nothing comes back to a rank that keeps the state of all that it holds."""
     gradients = _GRADIENT * spread.nodes * spread.copies
-    parameters = _PARAMETER if spread.copies < spread.dp else 0
+    parameters = 0 if spread.uniform and spread.copies == spread.dp else _PARAMETER
     return rank.elements * (spread.dp - 1) / spread.dp * (gradients + parameters)
 
 
