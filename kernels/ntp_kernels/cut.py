@@ -18,9 +18,17 @@ and 733 for cuBLAS fp32-out).
 
 The floor loses 3/8 of a unit per group on average. A shard adds c(end) - c(begin), c(k) = floor(3 k / 128),
 which telescopes to the same total for every cut.
+
+Long contractions, a vocabulary, take gradients of logits: one large element, the target, and a tail. Where
+the products of the tail lie below the grid nothing is lost to the floor, and correcting for it would shift
+every token the same way: by 0.2 to 1 % of the result, several times the rounding to bf16. So there a chain
+crosses zero after every fourth segment, from 1.5 * 2^E to -1.5 * 2^E and back (`crossing_period`). Truncation
+is a floor on one side and a ceiling on the other, the two errors cancel whatever their size, and the integers
+stay what they were: each group still adds a number of its own (`tests/kernels/test_integer_model.py`).
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -29,11 +37,13 @@ from . import gemm_plain
 from .cut_scale import (
     RowScale,
     column_scale,
+    crossing_period,
     finish,
     row_norms,
     row_scale,
     segment_units,
 )
+from .gemm_plain import Pieces
 from .tuning import PLAIN, Tile, choose
 
 __all__ = [
@@ -76,13 +86,16 @@ def cut_matmul(
     flat_a, flat_w = a.view(m, units * rows), w.view(units * rows, w.shape[2])
     if form == "leaf":
         plain = replace(PLAIN, depth=_depth(rows))
-        gemm_plain.cut(flat_a, flat_w, out, plain, gemm_plain.LEAF, scales, (rows, rows, units))
+        gemm_plain.cut(flat_a, flat_w, out, plain, gemm_plain.LEAF, scales, Pieces(rows, rows, units))
         return out
-    pieces = _pieces(units, rows, first_unit, segment_units(total_units, rows))
-    origin = _correction(first_unit * rows) - _correction((first_unit + units) * rows)
+    per_segment, period = segment_units(total_units, rows), crossing_period(total_units, rows)
+    pieces = _pieces(units, rows, first_unit, per_segment, period)
+    block = period * per_segment * rows
+    origin = _correction(first_unit * rows, block) - _correction((first_unit + units) * rows, block)
     tile = tile or _tile(out, units * rows)
-    if tile.kernel == "plain" or (pieces[2] > 1 and _depth(*pieces[:2]) % tile.depth != 0):
-        plain = replace(PLAIN, depth=_depth(*pieces[:2]))
+    depth = _depth(pieces.first, pieces.length)
+    if tile.kernel == "plain" or (pieces.number > 1 and depth % tile.depth != 0):
+        plain = replace(PLAIN, depth=depth)
         gemm_plain.cut(flat_a, flat_w, out, plain, gemm_plain.CHAIN, scales, pieces, origin)
     else:
         _chain(flat_a, flat_w, out, tile, scales, pieces, origin, row.window)
@@ -95,7 +108,7 @@ def _chain(
     out: torch.Tensor,
     tile: Tile,
     scales: tuple[torch.Tensor, torch.Tensor],
-    pieces: tuple[int, int, int],
+    pieces: Pieces,
     origin: int,
     window: torch.Tensor,
 ) -> None:
@@ -103,20 +116,21 @@ def _chain(
     from . import gemm_hopper  # imports Gluon, which only the card it is for needs
 
     m, n = out.shape
-    several = pieces[2] > 1
+    several = pieces.number > 1
     strayed = out.new_empty(-(-n // tile.columns), m, dtype=torch.int8) if several else None
     gemm_hopper.multiply(
         a, w, out, tile, "chain", a_transposed=False, b_transposed=False, scales=scales, pieces=pieces,
-        origin=0x400000 + origin, drift=None if strayed is None else (strayed, window),
+        origin=origin, drift=None if strayed is None else (strayed, window),
     )  # fmt: skip
     if strayed is not None:
         gemm_plain.repair(a, w, out, PLAIN, scales, pieces, origin, strayed, tile.columns)
 
 
-def _pieces(units: int, rows: int, first_unit: int, per_segment: int) -> tuple[int, int, int]:
-    """End of the first piece, length of the others and their number, for `units` from `first_unit`."""
+def _pieces(units: int, rows: int, first_unit: int, per_segment: int, period: int) -> Pieces:
+    """The segments that `units` from `first_unit` touch."""
     first = min(units, per_segment - first_unit % per_segment)
-    return first * rows, per_segment * rows, 1 + -(-(units - first) // per_segment)
+    count = 1 + -(-(units - first) // per_segment)
+    return Pieces(first * rows, per_segment * rows, count, first_unit // per_segment % (2 * period), period)
 
 
 def _depth(*lengths: int) -> int:
@@ -124,9 +138,14 @@ def _depth(*lengths: int) -> int:
     return next(depth for depth in (64, 32, 16) if all(length % depth == 0 for length in lengths))
 
 
-def _correction(k: int) -> int:
-    """What the floor has lost on average over the first k products of a row."""
-    return 3 * k // 128
+@lru_cache(maxsize=4096)
+def _correction(k: int, block: int) -> int:
+    """What the first k products of a row have lost on average: 3/8 per group, gained in every other block."""
+    lost = 0
+    for number, begin in enumerate(range(0, k, block)):
+        part = 3 * min(begin + block, k) // 128 - 3 * begin // 128
+        lost += -part if number % 2 else part
+    return lost
 
 
 def _tile(out: torch.Tensor, k: int) -> Tile:

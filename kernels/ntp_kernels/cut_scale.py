@@ -24,6 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .gemm_plain import NEVER
+
 SEGMENT = 2048
 """Longest segment of the contraction, unless a unit is longer. Part of the numerics: it sets the grid."""
 LONG_CONTRACTION = 65536
@@ -33,14 +35,29 @@ DRIFT = 4.0
 deviations, since the bound takes the largest block of a column for all. Part of the numerics."""
 LEAST_ALLOWANCE = 0.25
 """Of several segments: room for outliers, which drift further than a random walk. Part of the numerics."""
+LONG_LEAST_ALLOWANCE = 1.0
+"""The same of a long contraction, whose rows may be one large element and a tail, as gradients of logits are:
+that element alone then takes the chain as far as the segment's bound, and nothing has to be redone."""
+CROSSING = 4
+"""Segments of a long contraction between changes of a chain's sign. Part of the numerics."""
 SLACK = 1.0006
 """On either norm: covers their rounding, that of their product and the floor of 128 steps."""
 
 
+def is_long(total_units: int, unit_rows: int) -> bool:
+    """Whether a contraction over all ranks has the segments, allowance and signs of a long one."""
+    return total_units * unit_rows > LONG_CONTRACTION
+
+
 def segment_units(total_units: int, unit_rows: int) -> int:
     """Whole units in one segment."""
-    longest = SEGMENT if total_units * unit_rows <= LONG_CONTRACTION else SEGMENT // 2
+    longest = SEGMENT // 2 if is_long(total_units, unit_rows) else SEGMENT
     return max(1, longest // unit_rows)
+
+
+def crossing_period(total_units: int, unit_rows: int) -> int:
+    """Segments after which chains cross to the other side of zero."""
+    return CROSSING if is_long(total_units, unit_rows) else NEVER
 
 
 class RowScale(NamedTuple):
@@ -63,10 +80,11 @@ def row_norms(a: torch.Tensor) -> torch.Tensor:
     m, units, width = a.shape
     norms = a.new_empty(units, m, dtype=torch.float32)
     padded = triton.next_power_of_2(width)
-    rows = max(1, 8192 // padded)
+    rows = max(1, 2048 // padded)
     _row_norms_kernel[(triton.cdiv(m, rows), units)](
-        a, norms, m, units, WIDTH=width, PADDED=padded, ROWS=rows, BLOCK=_block(width)
-    )
+        a, norms, m, units, WIDTH=width, PADDED=padded, ROWS=rows, BLOCK=_block(width),
+        num_warps=max(2, padded // 1024),
+    )  # fmt: skip
     return norms
 
 
@@ -79,10 +97,11 @@ def row_scale(norms: torch.Tensor, unit_rows: int) -> RowScale:
     bound, window = norms.new_empty(m), norms.new_empty(m, dtype=torch.int32)
     per_segment = segment_units(total_units, unit_rows)
     drift = DRIFT / (total_units * unit_rows) ** 0.5
+    least = LONG_LEAST_ALLOWANCE if is_long(total_units, unit_rows) else LEAST_ALLOWANCE
     padded = triton.next_power_of_2(per_segment)
     rows = max(16, 2048 // padded)
     _row_scale_kernel[(triton.cdiv(m, rows),)](
-        norms, bound, window, m, total_units, SLACK, drift, LEAST_ALLOWANCE,
+        norms, bound, window, m, total_units, SLACK, drift, least,
         PER_SEGMENT=per_segment, PADDED=padded, ROWS=rows, SEVERAL=total_units > per_segment,
     )  # fmt: skip
     return RowScale(bound, window)
@@ -119,19 +138,12 @@ def finish(
     assert total.stride()[-2:] == (d, 1)
     step = total.stride(0) if total.dim() == 3 else 0
     out = total.new_empty(m, d, dtype=dtype) if out is None else out
-    grid = (triton.cdiv(m, 4), triton.cdiv(d, 1024))
-    _finish_kernel[grid](
-        total,
-        row_scale.bound,
-        column_scale,
-        out,
-        m,
-        d,
-        step,
-        PIECES=total.numel() // (m * d),
-        ROWS=4,
-        COLUMNS=1024,
-    )
+    columns = min(4096, triton.next_power_of_2(d))
+    rows = 4096 // columns
+    _finish_kernel[(triton.cdiv(m, rows), triton.cdiv(d, columns))](
+        total, row_scale.bound, column_scale, out, m, d, step,
+        PIECES=total.numel() // (m * d), ROWS=rows, COLUMNS=columns, num_warps=8,
+    )  # fmt: skip
     return out
 
 

@@ -60,9 +60,10 @@ def linear(
     assert w.is_contiguous()
     out = x.new_empty(m, units * rows, dtype=out_dtype) if out is None else out.view(m, units * rows)
     flat = w.view(units * rows, d)
-    tile = tile or _tile("linear", out, d)
-    if bias is not None or out.dtype != torch.bfloat16 or tile.kernel == "plain":
-        plain = PLAIN if tile.kernel != "plain" else tile
+    tuned = bias is None and out.dtype == torch.bfloat16
+    tile = tile or (_tile("linear", out, d) if tuned else PLAIN)
+    if not tuned or tile.kernel == "plain":
+        plain = tile if tile.kernel == "plain" else PLAIN
         gemm_plain.linear(x, flat, out, plain, None if bias is None else bias.reshape(-1))
     else:
         from .gemm_hopper import multiply  # imports Gluon, which only the card it is for needs

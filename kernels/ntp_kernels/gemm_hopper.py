@@ -11,12 +11,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gemm_hopper_kernels import gemm_kernel
-from .gemm_plain import multiprocessors
+from .gemm_plain import WHOLE, Pieces, multiprocessors
 from .tuning import Tile
 
-_REGISTERS = 168
+_REGISTERS = {1: 168, 2: 168, 3: 128}
 """Per thread at launch: 12 warps of them fill the register file; the warpgroups then trade them."""
-_CONSUMER_REGISTERS = 240
+_CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 _PRODUCER_REGISTERS = 24
 _BUFFERS = 2
 """Output buffers of one consumer."""
@@ -38,20 +38,24 @@ def _constants(tile: Tile, a_t: bool, b_t: bool, epilogue: str, pieces: bool) ->
     """The constexpr arguments of `gemm_kernel`, in its order."""
     return (
         a_t, b_t, epilogue, pieces, _sharers(tile), tile.rows // _sharers(tile), tile.columns, tile.depth,
-        tile.group, tile.stages, tile.split, _BUFFERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS,
+        tile.group, tile.stages, tile.split, _BUFFERS,
+        _CONSUMER_REGISTERS[_sharers(tile)], _PRODUCER_REGISTERS, tile.preload, tile.tail,
     )  # fmt: skip
 
 
 def _sharers(tile: Tile) -> int:
     """Consumers that work on one tile."""
-    return 1 if tile.kernel == "pingpong" else 2
+    if tile.kernel == "pingpong":
+        return 1
+    return 3 if tile.rows == 192 else 2
 
 
 def _blocks(tile: Tile, a_t: bool, b_t: bool) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
     """TMA boxes of a, b and the output."""
     rows = tile.rows // _sharers(tile)
     a = (tile.depth, rows) if a_t else (rows, tile.depth)
-    b = (tile.columns, tile.depth) if b_t else (tile.depth, tile.columns)
+    columns = tile.columns // tile.tail
+    b = (columns, tile.depth) if b_t else (tile.depth, columns)
     return a, b, (rows, tile.columns // tile.split)
 
 
@@ -75,8 +79,8 @@ def _compiled(
     output = torch.empty(16, dtype=dtype, device=device)
     constants = _constants(tile, a_t, b_t, epilogue, pieces)
     return gemm_kernel.warmup(
-        *descriptors, output, flags, integers, floats, floats, 16, 16, 16, 16, 16, 16, 16, *constants,
-        grid=(1,), num_warps=4, maxnreg=_REGISTERS,
+        *descriptors, output, flags, integers, floats, floats, *(16,) * 9, *constants,
+        grid=(1,), num_warps=4, maxnreg=_REGISTERS[_sharers(tile)],
     )  # fmt: skip
 
 
@@ -90,23 +94,22 @@ def multiply(
     a_transposed: bool,
     b_transposed: bool,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    pieces: tuple[int, int, int] = (0, 0, 1),
+    pieces: Pieces = WHOLE,
     origin: int = 0,
     drift: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """out [M, N] = or += a b, with a [M, K], or [K, M] if transposed, and b [K, N], or [N, K] if transposed.
 
-    bf16 operands, contiguous, N a multiple of 16. scales: f32 [M] and [N] of a chain. pieces: end of the
-    first piece, length of the others, their number; several need `drift`: i8 [tile columns, M] to fill with
-    rows that left their window i32 [M] at a piece's end.
+    bf16 operands, contiguous, N a multiple of 16. scales: f32 [M] and [N] of a chain. Several pieces need
+    `drift`: i8 [tile columns, M] to fill with rows that left their window i32 [M] at a piece's end.
     """
     m, n = out.shape
     k = a.shape[0] if a_transposed else a.shape[1]
     assert n % 16 == 0
     blocks = _blocks(tile, a_transposed, b_transposed)
     row, column = (_aligned(scale) for scale in scales or (out, out))
-    assert pieces[2] == 1 or drift is not None
-    several = pieces[2] > 1
+    several = pieces.number > 1
+    assert not several or drift is not None
     kernel = _compiled(tile, a_transposed, b_transposed, epilogue, several, out.dtype, out.device)
     programs = min(-(-m // tile.rows) * -(-n // tile.columns), multiprocessors(out.device))
     kernel[(programs, 1, 1)](

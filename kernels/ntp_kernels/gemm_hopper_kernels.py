@@ -2,16 +2,17 @@
 
 A program keeps one producer warp and two consumer warpgroups. The producer feeds a ring of shared-memory
 stages by TMA and runs ahead over tile borders; the consumers multiply with `wgmma` and write out. In `hopper`
-tiles each consumer has half of the rows and the two epilogues overlap with little else; in `pingpong` tiles,
-half as large, the consumers take turns, so that one's epilogue hides behind the other's products, at the
-price of more traffic from L2.
+tiles each consumer has half of the rows, or a third of 192, and the epilogues overlap with little else; in
+`pingpong` tiles, half as large, the consumers take turns, so that one's epilogue hides behind the other's
+products, at the price of more traffic from L2. With a TAIL, the tiles that do not fill a last round of all
+programs are cut into TAIL parts of their columns, which do.
 
 Invariant: every output element is one chain of k16 steps in ascending k, started from a value that depends on
 the element alone. Tile, stages and grid therefore move no bits (`tests/kernels/test_gemm_gpu.py`), and the
 plain kernels in `gemm_plain.py` give the same ones.
 
 Epilogues: `store` rounds to the output's dtype; `add` adds to an fp32 output (one IEEE addition per element);
-`chain` starts the accumulator at 1.5 * 2^E and stores its integer (see `cut.py`). A chain of several pieces
+`chain` starts the accumulator at +-1.5 * 2^E and stores its integer (see `cut.py`). A chain of several pieces
 records the rows whose integer left its window at a piece's end: the consumer never stops for it, and `cut.py`
 redoes the rare rows.
 
@@ -38,6 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gemm_hopper_epilogue import add, chain_start, crossed, read_ahead, write
+
 
 @gluon.jit
 def _tile_of(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
@@ -49,81 +52,79 @@ def _tile_of(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _chunks(x, COUNT: gl.constexpr):
-    """Split [rows, columns] into COUNT tensors of neighbouring columns, without moving a register."""
-    if COUNT == 1:
-        return (x,)
+def _span(tiles, TAIL: gl.constexpr, PARTS: gl.constexpr):
+    """First and last item of the rounds of whole tiles (PARTS 1), or of the last round's parts."""
+    whole = tiles
+    if TAIL > 1:
+        whole = tiles // gl.num_programs(0) * gl.num_programs(0)
+    if PARTS == 1:
+        return 0, whole
     else:
-        left, right = x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
-        return _chunks(left, COUNT // 2) + _chunks(right, COUNT // 2)
+        return whole * PARTS, tiles * PARTS
 
 
 @gluon.jit
-def _peek(pointer, like, m, n, M, N):
-    """The block of `pointer` [M, N] at (m, n), zero outside, in the shape and layout of `like`."""
-    layout: gl.constexpr = like.type.layout
-    rows = m + gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
-    columns = n + gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, layout))
-    pointers = pointer + gl.expand_dims(rows, 1).to(gl.int64) * N + gl.expand_dims(columns, 0)
-    inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(columns < N, 0)
-    return gl.load(pointers, mask=inside, other=0.0)
-
-
-@gluon.jit
-def _chain_start(
-    row_ptr, column_ptr, m, n, M, N, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """1.5 * 2^E, with row scale * column scale < 2^(E-1)."""
-    rows = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = n + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    row = gl.load(row_ptr + rows, mask=rows < M, other=0.0)
-    column = gl.load(column_ptr + columns, mask=columns < N, other=0.0)
-    bound = gl.expand_dims(row, 1) * gl.expand_dims(column, 0)
-    return ((bound.to(gl.int32, bitcast=True) & 0x7F800000) + 0x01400000).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _chain_integer(accumulator, origin):
-    return (accumulator.to(gl.int32, bitcast=True) & 0x7FFFFF) - origin
-
-
-@gluon.jit
-def _produce(
-    a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
-    A_T: gl.constexpr, B_T: gl.constexpr, SHARERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+def _feed(
+    step, a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
+    A_T: gl.constexpr, B_T: gl.constexpr, SHARERS: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring, tile after tile. A stage: a block of `a` for each sharer of the tile and one of `b`."""
+    """`_produce` for whole tiles (PARTS 1) or for the parts of the last ones (PARTS TAIL)."""
     tiles_m = gl.cdiv(M, SHARERS * ROWS)
     tiles_n = gl.cdiv(N, COLUMNS)
-    step = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+    begin, end = _span(tiles_m * tiles_n, TAIL, PARTS)
+    for item in range(begin + gl.program_id(0), end, gl.num_programs(0)):
+        tile_m, tile_n = _tile_of(item // PARTS, tiles_m, tiles_n, GROUP)
         m = tile_m * SHARERS * ROWS
-        n = tile_n * COLUMNS
+        n = tile_n * COLUMNS + item % PARTS * (COLUMNS // PARTS)
         for k in range(0, K, DEPTH):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             full = ready.index(stage)
-            mbarrier.expect(full, a_desc.block_type.nbytes * SHARERS + b_desc.block_type.nbytes)
+            mbarrier.expect(
+                full, a_desc.block_type.nbytes * SHARERS + b_desc.block_type.nbytes * (TAIL // PARTS)
+            )
             for half in gl.static_range(SHARERS):
                 if A_T:
                     a_at = [k, m + half * ROWS]
                 else:
                     a_at = [m + half * ROWS, k]
                 tma.async_copy_global_to_shared(a_desc, a_at, full, a_ring.index(SHARERS * stage + half))
-            if B_T:
-                tma.async_copy_global_to_shared(b_desc, [n, k], full, b_ring.index(stage))
-            else:
-                tma.async_copy_global_to_shared(b_desc, [k, n], full, b_ring.index(stage))
+            for part in gl.static_range(TAIL // PARTS):
+                if B_T:
+                    b_at = [n + part * (COLUMNS // TAIL), k]
+                else:
+                    b_at = [k, n + part * (COLUMNS // TAIL)]
+                tma.async_copy_global_to_shared(b_desc, b_at, full, b_ring.index(TAIL * stage + part))
             step += 1
+    return step
+
+
+@gluon.jit
+def _produce(
+    a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
+    A_T: gl.constexpr, B_T: gl.constexpr, SHARERS: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring, tile after tile. A stage: a block of `a` for each sharer of the tile and one of `b`."""
+    step = 0
+    step = _feed(
+        step, a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
+        A_T, B_T, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, TAIL, 1,
+    )  # fmt: skip
+    if TAIL > 1:
+        step = _feed(
+            step, a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
+            A_T, B_T, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, TAIL, TAIL,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
     accumulator, step, begin, end, a_ring, b_ring, ready, empty, turns,
     LAST: gl.constexpr, HALF: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, SHARERS: gl.constexpr,
-    DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    DEPTH: gl.constexpr, STAGES: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
     """Carry the chains over k in [begin, end). One product is in flight; the stage before it is given back.
 
@@ -133,11 +134,11 @@ def _multiply(
     for _ in range(begin, end, DEPTH):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        if SHARERS == 2:
-            a = a_ring.index(2 * stage + HALF)
+        if SHARERS > 1:
+            a = a_ring.index(SHARERS * stage + HALF)
         else:
             a = a_ring.index(stage)
-        b = b_ring.index(stage)
+        b = b_ring.index(STRIDE * stage)
         if A_T:
             a = a.permute((1, 0))
         if B_T:
@@ -154,66 +155,82 @@ def _multiply(
 
 
 @gluon.jit
-def _send(c_desc, buffers, chunk, m, n, SLOT: gl.constexpr, BUFFERS: gl.constexpr):
-    """Store one chunk by TMA through its buffer, once the store that used it before has read it."""
-    tma.store_wait(pendings=BUFFERS - 1)
-    buffers.index(SLOT).store(chunk)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(c_desc, [m, n], buffers.index(SLOT))
-
-
-@gluon.jit
-def _write(
-    c_desc, buffers, accumulator, origin, m, n,
-    HALF: gl.constexpr, EPILOGUE: gl.constexpr, SPLIT: gl.constexpr, BUFFERS: gl.constexpr,
-):  # fmt: skip
-    """Store a tile's part as it is, rounded to the output's dtype, or as the integers of its chains."""
-    if EPILOGUE == "chain":
-        chunks = _chunks(_chain_integer(accumulator, origin), SPLIT)
-    else:
-        chunks = _chunks(accumulator.to(c_desc.dtype), SPLIT)
-    width: gl.constexpr = accumulator.shape[1] // SPLIT
-    for i in gl.static_range(SPLIT):
-        _send(c_desc, buffers, chunks[i], m, n + i * width, HALF * BUFFERS + i % BUFFERS, BUFFERS)
-
-
-@gluon.jit
 def _consume(
     HALF: gl.constexpr, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
     a_ring, b_ring, buffers, ready, empty, turns,
-    M, N, K, first, length, pieces, origin,
+    M, N, K, first, length, pieces, phase, period, origin,
     A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SHARERS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, BUFFERS: gl.constexpr,
+    SPLIT: gl.constexpr, BUFFERS: gl.constexpr, PRELOAD: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Multiply and write half the rows of every tile (SHARERS 2), or every other tile (SHARERS 1)."""
+    """Multiply and write a share of the rows of every tile, or every other tile (SHARERS 1).
+
+    The ring of `b` is allocated in parts; whole tiles see it in whole blocks, which are the same memory.
+    """
+    if B_T:
+        shape: gl.constexpr = [STAGES, COLUMNS, DEPTH]
+    else:
+        shape: gl.constexpr = [STAGES, DEPTH, COLUMNS]
+    step = 0
+    if SHARERS == 1:
+        step = HALF * gl.cdiv(K, DEPTH)
+    step = _sweep(
+        HALF, step, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+        a_ring, b_ring._reinterpret(b_ring.dtype, shape, b_ring.layout), buffers, ready, empty, turns,
+        M, N, K, first, length, pieces, phase, period, origin,
+        A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS, PRELOAD,
+        TAIL, 1,
+    )  # fmt: skip
+    if TAIL > 1:
+        step = _sweep(
+            HALF, step, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+            a_ring, b_ring, buffers, ready, empty, turns,
+            M, N, K, first, length, pieces, phase, period, origin,
+            A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS, PRELOAD,
+            TAIL, TAIL,
+        )  # fmt: skip
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _sweep(
+    HALF: gl.constexpr, step, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+    a_ring, b_ring, buffers, ready, empty, turns,
+    M, N, K, first, length, pieces, phase, period, origin,
+    A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SHARERS: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr, BUFFERS: gl.constexpr, PRELOAD: gl.constexpr, TAIL: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """`_consume` for whole tiles (PARTS 1) or for the parts of the last ones (PARTS TAIL)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS // PARTS, 16]
     )
-    width: gl.constexpr = COLUMNS // SPLIT
     tiles_m = gl.cdiv(M, SHARERS * ROWS)
     tiles_n = gl.cdiv(N, COLUMNS)
-    if SHARERS == 2:
-        start = gl.program_id(0)
+    begin_item, end_item = _span(tiles_m * tiles_n, TAIL, PARTS)
+    if SHARERS > 1:
+        start = begin_item + gl.program_id(0)
         stride = gl.num_programs(0)
         row_offset = HALF * ROWS
         others = 0
-        step = 0
     else:
         start = gl.program_id(0) + HALF * gl.num_programs(0)
         stride = 2 * gl.num_programs(0)
         row_offset = 0
         others = gl.cdiv(K, DEPTH)
-        step = HALF * others
+    minus = ((phase + pieces - 1) // period) & 1
     turn = 0
-    for tile in range(start, tiles_m * tiles_n, stride):
-        tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
+    for item in range(start, end_item, stride):
+        tile_m, tile_n = _tile_of(item // PARTS, tiles_m, tiles_n, GROUP)
         m = tile_m * SHARERS * ROWS + row_offset
-        n = tile_n * COLUMNS
+        n = tile_n * COLUMNS + item % PARTS * (COLUMNS // PARTS)
         if EPILOGUE == "chain":
-            accumulator = _chain_start(row_ptr, column_ptr, m, n, M, N, ROWS, COLUMNS, layout)
+            accumulator = chain_start(
+                row_ptr, column_ptr, (phase // period) & 1, m, n, M, N, ROWS, COLUMNS, layout
+            )  # fmt: skip
         else:
-            accumulator = gl.zeros((ROWS, COLUMNS), gl.float32, layout)
+            accumulator = gl.zeros((ROWS, COLUMNS // PARTS), gl.float32, layout)
         if SHARERS == 1:
             # This also makes the parity of `ready` unambiguous: the other consumer saw every earlier stage.
             mbarrier.wait(turns.index(HALF), (turn & 1) ^ (1 - HALF))
@@ -228,11 +245,13 @@ def _consume(
                 end = first + piece * length
                 accumulator, step = _multiply(
                     accumulator, step, begin, end, a_ring, b_ring, ready, empty, turns,
-                    False, HALF, A_T, B_T, SHARERS, DEPTH, STAGES,
+                    False, HALF, A_T, B_T, SHARERS, DEPTH, STAGES, TAIL if PARTS > 1 else 1,
                 )  # fmt: skip
                 # (integer + window) * 2^9, unsigned: two instructions per element keep the look cheap.
                 drift = (accumulator.to(gl.int32, bitcast=True) << 9) + shift
                 worst = gl.maximum(worst, gl.max(drift.to(gl.uint32, bitcast=True), 1))
+                if (phase + piece + 1) % period == 0:
+                    accumulator = crossed(accumulator)
             begin = max(first + (pieces - 2) * length, 0)
             strayed = (worst >> 10).to(gl.int32) > window
             gl.store(strayed_ptr + tile_n * M + rows, strayed.to(gl.int8), mask=rows < M)
@@ -240,34 +259,31 @@ def _consume(
             begin = 0
         if EPILOGUE == "add":
             # Read here, so that its latency hides behind the products.
-            current = _peek(c_ptr, _chunks(accumulator, SPLIT)[0], m, n, M, N)
+            ahead = read_ahead(c_ptr, accumulator, m, n, M, N, PRELOAD, SPLIT // PARTS)
         accumulator, step = _multiply(
             accumulator, step, begin, K, a_ring, b_ring, ready, empty, turns,
-            True, HALF, A_T, B_T, SHARERS, DEPTH, STAGES,
+            True, HALF, A_T, B_T, SHARERS, DEPTH, STAGES, TAIL if PARTS > 1 else 1,
         )  # fmt: skip
         step += others
         if EPILOGUE == "add":
-            chunks = _chunks(accumulator, SPLIT)
-            for i in gl.static_range(SPLIT):
-                total = chunks[i] + current
-                if i + 1 < SPLIT:
-                    current = _peek(c_ptr, chunks[i], m, n + (i + 1) * width, M, N)
-                _send(c_desc, buffers, total, m, n + i * width, HALF * BUFFERS + i % BUFFERS, BUFFERS)
+            add(
+                c_desc, c_ptr, buffers, accumulator, ahead, m, n, M, N, HALF, SPLIT // PARTS, BUFFERS, PRELOAD
+            )  # fmt: skip
         else:
-            _write(c_desc, buffers, accumulator, origin, m, n, HALF, EPILOGUE, SPLIT, BUFFERS)
-    tma.store_wait(pendings=0)
+            write(c_desc, buffers, accumulator, minus, origin, m, n, HALF, EPILOGUE, SPLIT // PARTS, BUFFERS)
+    return step
 
 
-@gluon.jit(do_not_specialize=["M", "K", "first", "length", "pieces", "origin"])
+@gluon.jit(do_not_specialize=["M", "K", "first", "length", "pieces", "phase", "period", "origin"])
 def gemm_kernel(
     a_desc, b_desc, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
-    M, N, K, first, length, pieces, origin,
+    M, N, K, first, length, pieces, phase, period, origin,
     A_T: gl.constexpr, B_T: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SHARERS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, BUFFERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, PRELOAD: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Persistent: two consumer warp groups and a producer, which fills the rings that they empty.
+    """Persistent: two or three consumer warp groups and a producer, which fills the rings that they empty.
 
     a is [M, K], [K, M] where A_T; b is [K, N], [N, K] where B_T. The contract and the order of sums are in
     `gemm_hopper`.
@@ -275,8 +291,10 @@ def gemm_kernel(
     a_ring = gl.allocate_shared_memory(
         gl.bfloat16, [SHARERS * STAGES] + a_desc.block_type.shape, a_desc.layout
     )
-    b_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + b_desc.block_type.shape, b_desc.layout)
-    buffers = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS] + c_desc.block_type.shape, c_desc.layout)
+    b_ring = gl.allocate_shared_memory(gl.bfloat16, [TAIL * STAGES] + b_desc.block_type.shape, b_desc.layout)
+    buffers = gl.allocate_shared_memory(
+        c_desc.dtype, [max(SHARERS, 2) * BUFFERS] + c_desc.block_type.shape, c_desc.layout
+    )
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -285,25 +303,61 @@ def gemm_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=SHARERS)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                0, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
-                a_ring, b_ring, buffers, ready, empty, turns,
-                M, N, K, first, length, pieces, origin,
-                A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
-            )),
-            (_consume, (
-                1, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
-                a_ring, b_ring, buffers, ready, empty, turns,
-                M, N, K, first, length, pieces, origin,
-                A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
-            )),
-            (_produce, (
-                a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
-                A_T, B_T, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES,
-            )),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    fence_async_shared()  # the copy engine must see the barriers
+    if SHARERS == 3:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    0, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+                    a_ring, b_ring, buffers, ready, empty, turns,
+                    M, N, K, first, length, pieces, phase, period, origin,
+                    A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
+                    PRELOAD, TAIL,
+                )),
+                (_consume, (
+                    1, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+                    a_ring, b_ring, buffers, ready, empty, turns,
+                    M, N, K, first, length, pieces, phase, period, origin,
+                    A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
+                    PRELOAD, TAIL,
+                )),
+                (_consume, (
+                    2, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+                    a_ring, b_ring, buffers, ready, empty, turns,
+                    M, N, K, first, length, pieces, phase, period, origin,
+                    A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
+                    PRELOAD, TAIL,
+                )),
+                (_produce, (
+                    a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
+                    A_T, B_T, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, TAIL,
+                )),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    0, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+                    a_ring, b_ring, buffers, ready, empty, turns,
+                    M, N, K, first, length, pieces, phase, period, origin,
+                    A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
+                    PRELOAD, TAIL,
+                )),
+                (_consume, (
+                    1, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+                    a_ring, b_ring, buffers, ready, empty, turns,
+                    M, N, K, first, length, pieces, phase, period, origin,
+                    A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
+                    PRELOAD, TAIL,
+                )),
+                (_produce, (
+                    a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
+                    A_T, B_T, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, TAIL,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

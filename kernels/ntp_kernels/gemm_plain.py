@@ -12,6 +12,7 @@ the order of the sum does not, so there only exactly representable sums are chec
 # pyright: reportReturnType=false, reportGeneralTypeIssues=false
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,6 +22,25 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .tuning import Tile
 
 CHAIN, LEAF = 0, 1
+NEVER = 1 << 30
+
+
+class Pieces(NamedTuple):
+    """A contraction in pieces: [0, first), then `length` each, `number` in all.
+
+    Chains cross to the other side of zero after every `period` pieces of the whole contraction; `phase` is
+    the index there of the first piece here, modulo twice the period.
+    """
+
+    first: int
+    length: int
+    number: int
+    phase: int = 0
+    period: int = NEVER
+
+
+WHOLE = Pieces(0, 0, 1)
+"""One piece: everything."""
 
 
 @triton.jit
@@ -102,15 +122,16 @@ def _power(exponent_field):
 
 @triton.jit
 def _cut_block(
-    a_desc, b_desc, c_desc, row_ptr, column_ptr, m, n, M, N, K, first, length, pieces, origin,
+    a_desc, b_desc, c_desc, row_ptr, column_ptr, m, n, M, N, K,
+    first, length, pieces, phase, period, origin,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, FORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The integers of the block at (m, n), piece by piece of K: [0, first), then `length` each.
 
-    FORM 0, chains: every piece starts at 1.5 * 2^E. FORM 1, leaves: every piece is a plain fp32 sum, rounded
-    to the same grid. A piece's start is computed, not carried: Triton 3.6 loses a carried lower bound of an
-    inner loop.
+    FORM 0, chains: every piece starts at 1.5 * 2^E or, on the other side of zero, at -1.5 * 2^E. FORM 1,
+    leaves: every piece is a plain fp32 sum, rounded to the same grid. A piece's start is computed, not
+    carried: Triton 3.6 loses a carried lower bound of an inner loop.
     """
     rows = m + tl.arange(0, ROWS)
     columns = n + tl.arange(0, COLUMNS)
@@ -121,23 +142,24 @@ def _cut_block(
     for piece in range(pieces):
         begin = max(first + (piece - 1) * length, 0)
         end = min(first + piece * length, K)
+        minus = ((phase + piece) // period) & 1
         if FORM == 0:
-            accumulator = (field + 0x01400000).to(tl.float32, bitcast=True)
+            accumulator = (field + ((minus << 31) + 0x01400000)).to(tl.float32, bitcast=True)
         else:
             accumulator = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in tl.range(begin, end, DEPTH):
             accumulator = _dot(a_desc.load([m, k]), b_desc.load([k, n]), accumulator, INTERPRETED)
         if FORM == 0:
-            total += (accumulator.to(tl.int32, bitcast=True) & 0x7FFFFF) - 0x400000
+            total += ((accumulator.to(tl.int32, bitcast=True) & 0x7FFFFF) - 0x400000) * (1 - 2 * minus)
         else:
             # 2^(23 - E) in two steps, since it may exceed what one float32 holds; E = field - 125.
             total += _nearest(accumulator * _power(252 - tl.minimum(field >> 23, 251)) * 8388608.0)
     _store(c_desc, m, n, total - origin, COLUMNS, SPLIT, False)
 
 
-@triton.jit(do_not_specialize=["M", "N", "K", "first", "length", "pieces", "origin"])
+@triton.jit(do_not_specialize=["M", "N", "K", "first", "length", "pieces", "phase", "period", "origin"])
 def _cut_kernel(
-    a_desc, b_desc, c_desc, row_ptr, column_ptr, M, N, K, first, length, pieces, origin,
+    a_desc, b_desc, c_desc, row_ptr, column_ptr, M, N, K, first, length, pieces, phase, period, origin,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     FORM: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -148,30 +170,38 @@ def _cut_kernel(
         tile_m, tile_n = _tile_of(tile, tiles_m, tiles_n, GROUP)
         _cut_block(
             a_desc, b_desc, c_desc, row_ptr, column_ptr, tile_m * ROWS, tile_n * COLUMNS, M, N, K,
-            first, length, pieces, origin, ROWS, COLUMNS, DEPTH, SPLIT, FORM, INTERPRETED,
+            first, length, pieces, phase, period, origin, ROWS, COLUMNS, DEPTH, SPLIT, FORM, INTERPRETED,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "N", "K", "first", "length", "pieces", "origin"])
+@triton.jit(do_not_specialize=["M", "N", "K", "first", "length", "pieces", "phase", "period", "origin"])
 def _repair_kernel(
     a_desc, b_desc, c_desc, row_ptr, column_ptr, strayed_ptr,
-    M, N, K, first, length, pieces, origin,
+    M, N, K, first, length, pieces, phase, period, origin,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    STRAYED_COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+    STRAYED_COLUMNS: tl.constexpr, STRAYED_TILES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Redo with fresh chains the blocks where a row has strayed. Nearly always there is none."""
+    """Redo with fresh chains the blocks where a row has strayed. Nearly always one look finds none.
+
+    STRAYED_TILES: a power of two that holds the tiles of `strayed`.
+    """
     m = tl.program_id(0) * ROWS
     rows = m + tl.arange(0, ROWS)
-    for tile in range(tl.program_id(1), tl.cdiv(N, STRAYED_COLUMNS), tl.num_programs(1)):
-        strayed = tl.load(strayed_ptr + tile * M + rows, mask=rows < M, other=0)
-        if tl.max(strayed.to(tl.int32), 0) > 0:
-            for part in range(STRAYED_COLUMNS // COLUMNS):
-                n = tile * STRAYED_COLUMNS + part * COLUMNS
-                if n < N:
-                    _cut_block(
-                        a_desc, b_desc, c_desc, row_ptr, column_ptr, m, n, M, N, K, first, length,
-                        pieces, origin, ROWS, COLUMNS, DEPTH, SPLIT, 0, INTERPRETED,
-                    )  # fmt: skip
+    count = tl.cdiv(N, STRAYED_COLUMNS)
+    tiles = tl.arange(0, STRAYED_TILES)[:, None]
+    inside = (tiles < count) & (rows < M)[None, :]
+    every = tl.load(strayed_ptr + tiles * M + rows[None, :], mask=inside, other=0).to(tl.int32)
+    if tl.max(tl.max(every, 1), 0) > 0:
+        for tile in range(tl.program_id(1), count, tl.num_programs(1)):
+            strayed = tl.load(strayed_ptr + tile * M + rows, mask=rows < M, other=0)
+            if tl.max(strayed.to(tl.int32), 0) > 0:
+                for part in range(STRAYED_COLUMNS // COLUMNS):
+                    n = tile * STRAYED_COLUMNS + part * COLUMNS
+                    if n < N:
+                        _cut_block(
+                            a_desc, b_desc, c_desc, row_ptr, column_ptr, m, n, M, N, K, first, length,
+                            pieces, phase, period, origin, ROWS, COLUMNS, DEPTH, SPLIT, 0, INTERPRETED,
+                        )  # fmt: skip
 
 
 @triton.jit
@@ -216,13 +246,12 @@ def cut(
     tile: Tile,
     form: int,
     scales: tuple[torch.Tensor, torch.Tensor],
-    pieces: tuple[int, int, int],
+    pieces: Pieces,
     origin: int = 0,
 ) -> None:
     """out i32 [M, N] = integers of a [M, K] b [K, N], less `origin`.
 
-    pieces: end of the first piece, length of the others, their number; the lengths are multiples of
-    `tile.depth`.
+    The lengths of the pieces are multiples of `tile.depth`.
     """
     (m, n), k = out.shape, a.shape[1]
     _cut_kernel[_grid(out, tile)](
@@ -238,7 +267,7 @@ def repair(
     out: torch.Tensor,
     tile: Tile,
     scales: tuple[torch.Tensor, torch.Tensor],
-    pieces: tuple[int, int, int],
+    pieces: Pieces,
     origin: int,
     strayed: torch.Tensor,
     strayed_columns: int,
@@ -248,7 +277,8 @@ def repair(
     (m, n), k = out.shape, a.shape[1]
     _repair_kernel[(triton.cdiv(m, tile.rows), 4)](
         *_cut_descriptors(a, b, out, tile), *scales, strayed, m, n, k, *pieces, origin,
-        tile.rows, tile.columns, tile.depth, tile.split, strayed_columns, interpreted(),
+        tile.rows, tile.columns, tile.depth, tile.split, strayed_columns,
+        triton.next_power_of_2(triton.cdiv(n, strayed_columns)), interpreted(),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

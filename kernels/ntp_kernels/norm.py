@@ -24,7 +24,7 @@ import triton.language as tl
 TOKEN_BLOCK = 32
 """Tokens whose weight gradient one program folds. Part of the numerics: changing it changes the bits."""
 
-_FOLD_ROWS = 128
+_FOLD_ROWS = 256
 _FOLD_COLUMNS = 16
 _BACKWARD_TILE = 16384
 _MAX_WIDTH = 32768
@@ -117,7 +117,7 @@ def rms_norm_backward_blocks(
 def fold_token_blocks(partial: torch.Tensor) -> torch.Tensor:
     """Sum f32 [blocks, N] over the blocks to f32 [N].
 
-    Order: runs of 128 consecutive blocks (short last run padded with zeros) by one fixed tree, runs left to
+    Order: runs of 256 consecutive blocks (short last run padded with zeros) by one fixed tree, runs left to
     right.
     """
     blocks, columns = partial.shape

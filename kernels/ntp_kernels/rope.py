@@ -20,11 +20,13 @@ import torch
 import triton
 import triton.language as tl
 
-TOKEN_BLOCK = 64
-"""Tokens whose norm weight gradients one program folds. Part of the numerics."""
+from .norm import fold_token_blocks
 
-_FOLD_ROWS = 256
-_FOLD_COLUMNS = 16
+TOKEN_BLOCK = 32
+"""Tokens whose norm weight gradients one program folds. Part of the numerics."""
+_STEP = 8
+_WARPS = 4
+_FORWARD_TOKENS = 64
 
 
 def qk_norm_rope(
@@ -46,10 +48,10 @@ def qk_norm_rope(
     q = qkv.new_empty(tokens, units, group, size)
     k, v = qkv.new_empty(tokens, units, size), qkv.new_empty(tokens, units, size)
     rstd = qkv.new_empty(tokens, units, group + 1, dtype=torch.float32)
-    _forward_kernel[(triton.cdiv(tokens, TOKEN_BLOCK), units, heads)](
+    _forward_kernel[(triton.cdiv(tokens, _FORWARD_TOKENS), units, heads)](
         qkv, positions, cos, sin, qkv if q_weight is None else q_weight, qkv if k_weight is None else
-        k_weight, q, k, v, rstd, eps, tokens, units, G=group, H=size, TOKENS=TOKEN_BLOCK, Q_NORM=q_weight is
-        not None, K_NORM=k_weight is not None, num_warps=8,
+        k_weight, q, k, v, rstd, eps, tokens, units, G=group, H=size, TOKENS=_FORWARD_TOKENS, Q_NORM=q_weight
+        is not None, K_NORM=k_weight is not None, num_warps=8,
     )  # fmt: skip
     return q, k, v, rstd
 
@@ -68,7 +70,8 @@ def qk_norm_rope_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return dqkv [M, U, G+2, H] and the norm weight gradients per unit, f32 [U, H] each (None without).
 
-    Order of a unit's weight gradient: the tokens of a block and head by one fixed tree, then `_fold_heads`.
+    Order of a unit's weight gradient: the heads of a token left to right, the tokens of a block by one fixed
+    tree, then `fold_token_blocks`.
     """
     tokens, units, heads, size = _check(qkv, cos, sin)
     assert dq.is_contiguous()
@@ -77,17 +80,17 @@ def qk_norm_rope_backward(
     dqkv = torch.empty_like(qkv)
     blocks = triton.cdiv(tokens, TOKEN_BLOCK)
     normed = q_weight is not None or k_weight is not None
-    partial = qkv.new_empty((blocks, units, heads - 1, size) if normed else (1,), dtype=torch.float32)
-    _backward_kernel[(blocks, units, heads)](
+    partial = qkv.new_empty((blocks, 2, units, size) if normed else (1,), dtype=torch.float32)
+    _backward_kernel[(blocks, units)](
         dq, dk, dv, qkv, positions, cos, sin,
         qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, rstd,
         dqkv, partial, tokens, units,
-        G=heads - 2, H=size, TOKENS=TOKEN_BLOCK,
-        Q_NORM=q_weight is not None, K_NORM=k_weight is not None, num_warps=8,
+        G=heads - 2, H=size, TOKENS=TOKEN_BLOCK, STEP=_STEP,
+        Q_NORM=q_weight is not None, K_NORM=k_weight is not None, num_warps=_WARPS,
     )  # fmt: skip
     if not normed:
         return dqkv, None, None
-    total = _fold_heads(partial)
+    total = fold_token_blocks(partial.flatten(1)).view(2, units, size)
     return dqkv, None if q_weight is None else total[0], None if k_weight is None else total[1]
 
 
@@ -101,20 +104,6 @@ def probe(device: torch.device) -> Iterator[torch.Tensor]:
     q, k, v, rstd = qk_norm_rope(qkv, positions, table, table, weight[0], weight[1], 1e-6)
     gradients = qk_norm_rope_backward(q, k, v, qkv, positions, table, table, weight[0], weight[1], rstd)
     yield from (q, k, v, rstd, *(g for g in gradients if g is not None))
-
-
-def _fold_heads(partial: torch.Tensor) -> torch.Tensor:
-    """Sum f32 [blocks, U, G+1, H] to f32 [2, U, H]: over blocks and query heads, and over blocks for the key.
-
-    Order: (block, head) pairs, heads fastest, in runs of 256 by one fixed tree, runs left to right.
-    """
-    blocks, units, heads, size = partial.shape
-    out = partial.new_empty(2, units, size)
-    _fold_kernel[(units, triton.cdiv(size, _FOLD_COLUMNS), 2)](
-        partial, out, blocks, units,
-        G=heads - 1, H=size, ROWS=_FOLD_ROWS, COLUMNS=min(_FOLD_COLUMNS, size), num_warps=4,
-    )  # fmt: skip
-    return out
 
 
 def _check(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[int, int, int, int]:
@@ -203,67 +192,82 @@ def _forward_kernel(
             _store_halves(k_ptr, unit_row, mask, c, d, H)
 
 
+@triton.jit
+def _head_backward(d_low, d_high, a, b, rstd, cos, sin, weight_ptr, H: tl.constexpr, NORM: tl.constexpr):
+    """Return both halves of a head's gradient, and of its products for the norm's weight (zeros without)."""
+    u, w = d_low.to(tl.float32), d_high.to(tl.float32)
+    da, db = u * cos + w * sin, w * cos - u * sin
+    product_a, product_b = da * 0.0, db * 0.0
+    if NORM:
+        lane = tl.arange(0, H // 2)[None, :]
+        weight_a = tl.load(weight_ptr + lane).to(tl.float32)
+        weight_b = tl.load(weight_ptr + H // 2 + lane).to(tl.float32)
+        a, b = a.to(tl.float32) * rstd, b.to(tl.float32) * rstd
+        product_a, product_b = da * a, db * b
+        mean = (tl.sum(product_a * weight_a + product_b * weight_b, axis=1) / H)[:, None]
+        da, db = rstd * (da * weight_a - a * mean), rstd * (db * weight_b - b * mean)
+    return da, db, product_a, product_b
+
+
+@triton.jit
+def _store_sums(pointer, product_a, product_b, H: tl.constexpr):
+    lane = tl.arange(0, H // 2)
+    tl.store(pointer + lane, tl.sum(product_a, axis=0))
+    tl.store(pointer + H // 2 + lane, tl.sum(product_b, axis=0))
+
+
 @triton.jit(do_not_specialize=["tokens", "units"])
 def _backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, qkv_ptr, positions_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, rstd_ptr,
     dqkv_ptr, partial_ptr, tokens, units, G: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    STEP: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
 ):  # fmt: skip
-    half: tl.constexpr = H // 2
-    head = tl.program_id(2)
-    row, live = _rows(tokens, TOKENS)
-    mask = live[:, None]
-    unit_row = row * units + tl.program_id(1)
-    target = unit_row * (G + 2) + head
-    if head > G:
-        low, high = _load_halves(dv_ptr, unit_row, mask, H)
-        _store_halves(dqkv_ptr, target, mask, low, high, H)
-    else:
-        if head < G:
-            low, high = _load_halves(dq_ptr, unit_row * G + head, mask, H)
-        else:
-            low, high = _load_halves(dk_ptr, unit_row, mask, H)
-        if Q_NORM or K_NORM:  # loaded before the rotation, so that all reads are in flight together
-            a, b = _load_halves(qkv_ptr, target, mask, H)
+    """All heads of a unit for TOKENS tokens, STEP at a time: few rows in registers, few sums over threads."""
+    unit = tl.program_id(1)
+    q_sum_a = tl.zeros([STEP, H // 2], tl.float32)
+    q_sum_b = tl.zeros([STEP, H // 2], tl.float32)
+    k_sum_a = tl.zeros([STEP, H // 2], tl.float32)
+    k_sum_b = tl.zeros([STEP, H // 2], tl.float32)
+    for step in range(TOKENS // STEP):
+        row = (tl.program_id(0) * (TOKENS // STEP) + step).to(tl.int64) * STEP + tl.arange(0, STEP)
+        live = row < tokens
+        mask = live[:, None]
+        unit_row = row * units + unit
+        source = unit_row * (G + 2)
         cos, sin = _rotation(positions_ptr, cos_ptr, sin_ptr, row, live, H)
-        u, w = low.to(tl.float32), high.to(tl.float32)
-        da, db = u * cos + w * sin, w * cos - u * sin
-        if Q_NORM or K_NORM:
-            normed, weight_a, weight_b = _head_weight(q_weight_ptr, k_weight_ptr, head, G, H, Q_NORM, K_NORM)
-            rstd = tl.load(rstd_ptr + unit_row * (G + 1) + head, mask=live, other=0.0)[:, None]
-            a, b = a.to(tl.float32) * rstd, b.to(tl.float32) * rstd
-            block = tl.program_id(0).to(tl.int64) * units + tl.program_id(1)
-            part = partial_ptr + (block * (G + 1) + head) * H + tl.arange(0, half)
-            tl.store(part, tl.sum(da * a, axis=0))
-            tl.store(part + half, tl.sum(db * b, axis=0))
-            da *= weight_a
-            db *= weight_b
-            mean = (tl.sum(da * a + db * b, axis=1) / H)[:, None]
-            da = tl.where(normed, rstd * (da - a * mean), da)
-            db = tl.where(normed, rstd * (db - b * mean), db)
-        _store_halves(dqkv_ptr, target, mask, da, db, H)
-
-
-@triton.jit(do_not_specialize=["blocks", "units"])
-def _fold_kernel(
-    partial_ptr,
-    out_ptr,
-    blocks,
-    units,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    unit, is_key = tl.program_id(0), tl.program_id(2)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    count = tl.where(is_key == 1, 1, G)
-    total = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, blocks * count, ROWS):
-        row = start + tl.arange(0, ROWS)
-        head = (row // count).to(tl.int64) * units * (G + 1) + unit * (G + 1) + is_key * G + row % count
-        mask = (row < blocks * count)[:, None]
-        total += tl.sum(
-            tl.load(partial_ptr + head[:, None] * H + column[None, :], mask=mask, other=0.0), axis=0
-        )
-    tl.store(out_ptr + (is_key * units + unit) * H + column, total)
+        low, high = _load_halves(dq_ptr, unit_row * G, mask, H)
+        a, b, rstd = low, high, 1.0
+        if Q_NORM:
+            a, b = _load_halves(qkv_ptr, source, mask, H)
+            rstd = tl.load(rstd_ptr + unit_row * (G + 1), mask=live, other=0.0)[:, None]
+        for head in tl.static_range(G + 1):
+            # The next head's loads, before this one's stores: they may not pass them.
+            now_low, now_high, now_a, now_b, now_rstd = low, high, a, b, rstd
+            if head + 1 < G:
+                low, high = _load_halves(dq_ptr, unit_row * G + (head + 1), mask, H)
+            elif head + 1 == G:
+                low, high = _load_halves(dk_ptr, unit_row, mask, H)
+            else:
+                low, high = _load_halves(dv_ptr, unit_row, mask, H)
+            if (head + 1 < G and Q_NORM) or (head + 1 == G and K_NORM):
+                a, b = _load_halves(qkv_ptr, source + (head + 1), mask, H)
+                rstd = tl.load(rstd_ptr + unit_row * (G + 1) + (head + 1), mask=live, other=0.0)[:, None]
+            if head < G:
+                da, db, product_a, product_b = _head_backward(
+                    now_low, now_high, now_a, now_b, now_rstd, cos, sin, q_weight_ptr, H, Q_NORM
+                )
+                q_sum_a += product_a
+                q_sum_b += product_b
+            else:
+                da, db, product_a, product_b = _head_backward(
+                    now_low, now_high, now_a, now_b, now_rstd, cos, sin, k_weight_ptr, H, K_NORM
+                )
+                k_sum_a += product_a
+                k_sum_b += product_b
+            _store_halves(dqkv_ptr, source + head, mask, da, db, H)
+        _store_halves(dqkv_ptr, source + (G + 1), mask, low, high, H)
+    part = partial_ptr + (tl.program_id(0).to(tl.int64) * 2 * units + unit) * H
+    if Q_NORM:
+        _store_sums(part, q_sum_a, q_sum_b, H)
+    if K_NORM:
+        _store_sums(part + units * H, k_sum_a, k_sum_b, H)

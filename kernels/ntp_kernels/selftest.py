@@ -26,6 +26,9 @@ PROBED = ("selftest", "norm", "rope", "swiglu", "attention", "cross_entropy", "e
 """Modules of this package whose `probe` makes the fingerprint, in this order."""
 
 _ROWS, _UNITS, _UNIT_ROWS, _COLUMNS = 32, 24, 16, 64
+_LONG_UNITS = cut_scale.LONG_CONTRACTION // _UNIT_ROWS + 1
+_CROSSING_UNIT = cut_scale.CROSSING * cut_scale.segment_units(_LONG_UNITS, _UNIT_ROWS)
+"""The first unit of a long contraction behind a change of the chains' sign."""
 _CUTS = ((0, 24), (0, 1, 24), (0, 7, 9, 24), (0, 5, 6, 13, 20, 24))
 
 
@@ -38,21 +41,27 @@ class Verdict:
 
 
 def cut_form(device: torch.device) -> Verdict:
-    """Return `chain` where every cut of a random product adds up to the integer model's, else `leaf`."""
+    """Return `chain` where every cut of a random product adds up to the integer model's, else `leaf`.
+
+    The units are the whole of a short contraction, then some of a long one, where chains change their sign.
+    """
     a = pattern((_ROWS, _UNITS, _UNIT_ROWS), device, seed=1)
     w = pattern((_UNITS, _UNIT_ROWS, _COLUMNS), device, seed=2)
     a[:, 3, 5] *= 200  # one outlier channel: groups of very different size
-    row = cut_scale.row_scale(cut_scale.row_norms(a), _UNIT_ROWS)
     column = cut_scale.column_scale(w)
-    expected = _model_integers(a, w, row.bound, column)
-    for cuts in _CUTS:
-        total = sum(
-            cut_matmul(a[:, i:j].contiguous(), w[i:j], row, column, _UNITS, i).cpu().numpy()
-            for i, j in pairwise(cuts)
-        )
-        if not np.array_equal(total, expected):
-            return Verdict("leaf", f"biased chains cut at units {cuts} differ from the integer model")
-    return Verdict("chain", f"biased chains equal the integer model over {len(_CUTS)} cuts")
+    for total, first in ((_UNITS, 0), (_LONG_UNITS, _CROSSING_UNIT - _UNITS // 2)):
+        norms = torch.zeros(total, _ROWS, device=device)
+        norms[first : first + _UNITS] = cut_scale.row_norms(a)
+        row = cut_scale.row_scale(norms, _UNIT_ROWS)
+        expected = _model_integers(a, w, row.bound, column, first)
+        for cuts in _CUTS:
+            integers = sum(
+                cut_matmul(a[:, i:j].contiguous(), w[i:j], row, column, total, first + i).cpu().numpy()
+                for i, j in pairwise(cuts)
+            )
+            if not np.array_equal(integers, expected):
+                return Verdict("leaf", f"biased chains cut at units {cuts} differ from the integer model")
+    return Verdict("chain", f"biased chains equal the integer model over {2 * len(_CUTS)} cuts")
 
 
 def fingerprint(device: torch.device) -> str:
@@ -91,11 +100,18 @@ def _no_probe(device: torch.device) -> Iterable[torch.Tensor]:
     return ()
 
 
-def _model_integers(a: torch.Tensor, w: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> np.ndarray:
-    """i32 [M, D] of the integer model: one chain over all units, plus the correction of the floor."""
+def _model_integers(
+    a: torch.Tensor, w: torch.Tensor, row: torch.Tensor, column: torch.Tensor, first: int
+) -> np.ndarray:
+    """i32 [M, D] of the integer model: chains on either side of the crossing, with the floor's correction."""
     flat_a = a.float().cpu().numpy().reshape(a.shape[0], -1)
     flat_w = w.float().cpu().numpy().reshape(-1, w.shape[2])
     bound = row.cpu().numpy()[:, None] * column.cpu().numpy()[None, :]
     start = integer_model.chain_start(np.frexp(bound)[1] + 1)
-    chain = integer_model.matmul(flat_a, np.ascontiguousarray(flat_w.T), start)
-    return integer_model.chain_integer(chain) + 3 * flat_a.shape[1] // 128
+    begin, end, crossing = (_UNIT_ROWS * unit for unit in (first, first + _UNITS, _CROSSING_UNIT))
+    total = np.zeros_like(start, dtype=np.int32)
+    for sign, k0, k1 in ((1, begin, min(crossing, end)), (-1, min(crossing, end), end)):
+        part = slice(k0 - begin, k1 - begin)
+        chain = integer_model.matmul(flat_a[:, part], np.ascontiguousarray(flat_w[part].T), sign * start)
+        total += sign * (integer_model.chain_integer(chain) + 3 * k1 // 128 - 3 * k0 // 128)
+    return total

@@ -23,8 +23,9 @@ class Tile:
     """How a GEMM is cut up: `rows` x `columns` of the output per program, `depth` of k per step.
 
     kernel: `hopper` or `pingpong` (warp-specialised Gluon, see `gemm_hopper_kernels.py`) or `plain` (Triton's
-    pipeliner). stages: steps in flight. split: pieces in which a tile is written. group: tile rows that run
-    side by side. warps, flatten: of `plain` only.
+    pipeliner); 192 rows have a third consumer. stages: steps in flight. split: pieces in which a tile is
+    written. group: tile rows that run side by side. preload: pieces of the output that `wgrad` reads ahead.
+    tail: column parts of the tiles of a last, incomplete round. warps, flatten: of `plain` only.
     """
 
     kernel: Literal["hopper", "pingpong", "plain"]
@@ -36,6 +37,8 @@ class Tile:
     group: int = 8
     warps: int = 8
     flatten: bool = False
+    preload: int = 1
+    tail: int = 1
 
 
 PLAIN = Tile("plain", 128, 128, 64, stages=3, split=2, warps=8)
@@ -44,23 +47,33 @@ PLAIN = Tile("plain", 128, 128, 64, stages=3, split=2, warps=8)
 _WIDE = Tile("hopper", 128, 256, split=8)
 _TALL = Tile("hopper", 256, 128, split=8)
 _SMALL = Tile("hopper", 128, 128, stages=6, split=4)
+_AHEAD = replace(_WIDE, preload=4)
 _TURNS = Tile("pingpong", 128, 128, stages=6, split=8)
 CANDIDATES: dict[Op, tuple[Tile, ...]] = {
     "linear": (
         Tile("hopper", 128, 256),
         Tile("hopper", 256, 128),
         Tile("hopper", 128, 128, stages=6, split=2),
+        Tile("hopper", 192, 128, split=2),
+        Tile("hopper", 128, 256, tail=2),
         Tile("plain", 128, 256, split=2, flatten=True),
         Tile("plain", 128, 128, stages=5, split=2, flatten=True),
     ),
-    "wgrad": (_WIDE, _TALL, _SMALL, Tile("plain", 128, 256, stages=3, flatten=True)),
+    "wgrad": (
+        replace(_SMALL, preload=2),
+        _AHEAD,
+        replace(_AHEAD, group=16),
+        replace(_AHEAD, tail=2),
+        replace(_AHEAD, tail=4),
+        Tile("hopper", 192, 128, split=4, preload=2),
+    ),
     "cut": (_WIDE, _TALL, _SMALL, _TURNS, replace(_TURNS, group=16)),
 }
 
 
 @lru_cache(maxsize=4096)
 def choose(op: Op, shape: Shape, card: str) -> Tile:
-    """The tile of the entry nearest to `shape` in the table of `card`; else the first candidate."""
+    """The tile of the entry nearest to `shape` in the table of `card`; without tables the first candidate."""
     entries = _entries(card).get(op, ())
     if not entries:
         return CANDIDATES[op][0]
@@ -74,10 +87,11 @@ def entries(card: str) -> dict[Op, tuple[tuple[Shape, Tile], ...]]:
 
 @lru_cache(maxsize=8)
 def _entries(card: str) -> dict[Op, tuple[tuple[Shape, Tile], ...]]:
+    """A card without a table takes the first one: better than one tile for every shape."""
     tables = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     return {
         op: tuple((tuple(entry["shape"]), Tile(**entry["tile"])) for entry in rows)
-        for op, rows in tables.get(card, {}).items()
+        for op, rows in tables.get(card, next(iter(tables.values()), {})).items()
     }
 
 

@@ -16,7 +16,7 @@ from ntp.units import UnitRange
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-NUMERICS = 1
+NUMERICS = 2
 """Raised by every change after which the same configuration and data give other bits."""
 
 ELEMENT_BYTES = 4

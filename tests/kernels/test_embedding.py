@@ -1,5 +1,6 @@
 import pytest
 import torch
+from ntp_kernels import embedding as module
 from ntp_kernels.embedding import embedding, embedding_wgrad
 
 
@@ -35,3 +36,13 @@ def test_a_rows_gradient_depends_on_its_own_tokens_only(draw, device):
     only_nine = torch.zeros(4, 16, 32, device=device)
     embedding_wgrad(ids[ids == 9], dy[ids == 9], 0, only_nine)
     assert torch.equal(whole[0, 9], only_nine[0, 9])
+
+
+def test_counting_sorts_as_a_stable_sort_does(device, monkeypatch):
+    ids = torch.randint(0, 50, (1500,), generator=torch.Generator().manual_seed(4)).to(device)
+    counted = module._sorted(ids)
+    monkeypatch.setattr(module, "_COUNTED", 0)
+    expected = torch.sort(ids, stable=True)
+    for names, order in (counted, module._sorted(ids)):
+        assert torch.equal(names.long(), expected.values)
+        assert torch.equal(order.long(), expected.indices)

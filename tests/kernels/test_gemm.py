@@ -79,11 +79,14 @@ def test_cut_integers_are_the_product_on_the_grid(integers, form: str, rows: int
     assert torch.equal(total.double() - correction, expected)
 
 
-@pytest.mark.parametrize("form", ["chain", "leaf"])
+@pytest.mark.parametrize("form", ["chain", "leaf", "long chain"])
 def test_any_cut_of_the_units_adds_up(integers, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        cut_scale, "SEGMENT", 48
-    )  # three units: cuts fall inside segments and on their borders
+    # Segments of three units: cuts fall inside segments and on their borders.
+    monkeypatch.setattr(cut_scale, "SEGMENT", 96 if form == "long chain" else 48)
+    if form == "long chain":
+        form = "chain"
+        monkeypatch.setattr(cut_scale, "LONG_CONTRACTION", 8 * 16 - 1)
+        monkeypatch.setattr(cut_scale, "CROSSING", 1)
     a, w = integers(5, 8, 16), integers(8, 16, 48)
     row_scale, column_scale = scales(a, w)
     whole = gemm.cut_matmul(a, w, row_scale, column_scale, 8, form=form)
@@ -168,7 +171,7 @@ def test_the_repair_touches_only_rows_that_strayed(integers, device: torch.devic
     strayed = torch.zeros(2, 64, dtype=torch.int8, device=device)
     strayed[1, 40] = 1
     pair = (row_scale.bound, column_scale)
-    gemm_plain.repair(a, w, out, SMALL, pair, (32, 32, 2), 0, strayed, 32)
+    gemm_plain.repair(a, w, out, SMALL, pair, gemm_plain.Pieces(32, 32, 2), 0, strayed, 32)
     assert (out[:32] == 77).all()
     assert (out[32:, :32] == 77).all()
     expected = torch.ldexp(a.double() @ w.double(), 23 - grid_exponent(row_scale, column_scale))

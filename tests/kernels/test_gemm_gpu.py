@@ -72,7 +72,7 @@ def test_linear_equals_the_integer_model(draw) -> None:
 
 
 def test_wgrad_has_the_same_bits_with_every_tile_and_shard(draw) -> None:
-    for m, units, rows, d in ((300, 5, 48, 272), (1030, 3, 272, 512)):
+    for m, units, rows, d in ((300, 5, 48, 272), (1030, 3, 272, 512), (136, 6, 384, 4096)):
         dy, x, start = draw(m, units, rows), draw(m, d), draw(units, rows, d, dtype=torch.float32)
         expected = start.clone()
         gemm.linear_wgrad(dy, x, expected, tile=tuning.PLAIN)
@@ -86,7 +86,12 @@ def test_wgrad_has_the_same_bits_with_every_tile_and_shard(draw) -> None:
             assert torch.equal(out[0], expected[unit])
 
 
-def test_cut_integers_are_the_same_with_every_tile_and_slice(draw) -> None:
+@pytest.mark.parametrize("long", [False, True])
+def test_cut_integers_are_the_same_with_every_tile_and_slice(
+    draw, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if long:
+        monkeypatch.setattr(cut_scale, "LONG_CONTRACTION", 1024)
     for m, units, rows, d in ((300, 512, 16, 272), (300, 70, 128, 272), (130, 3, 1280, 512)):
         a, w = draw(m, units, rows), draw(units, rows, d)
         row, column = scales(a, w)
@@ -98,9 +103,12 @@ def test_cut_integers_are_the_same_with_every_tile_and_slice(draw) -> None:
             assert torch.equal(gemm.cut_matmul(part, w, scale, column, units), expected[begin:end])
 
 
-@pytest.mark.parametrize("form", ["chain", "leaf"])
+@pytest.mark.parametrize("form", ["chain", "leaf", "long chain"])
 @pytest.mark.parametrize("kind", ["gauss", "outlier", "cancel"])
-def test_any_cut_in_any_order_adds_up(draw, form: cut.Form, kind: str) -> None:
+def test_any_cut_in_any_order_adds_up(draw, form: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "long chain":
+        form = "chain"
+        monkeypatch.setattr(cut_scale, "LONG_CONTRACTION", 4096)
     a, w = draw(300, 512, 16), draw(512, 16, 272)
     if kind == "outlier":
         a[:, [3, 200, 511], 5] *= 300
@@ -128,6 +136,36 @@ def test_a_chain_that_strays_is_redone(draw) -> None:
         assert (result.double() - exact(a, w)).norm() < 1e-3 * exact(a, w).norm()
     plain = gemm.cut_matmul(a, w, row, column, 64, tile=tuning.PLAIN)
     assert torch.equal(gemm.cut_matmul(a, w, row, column, 64), plain)
+
+
+def one_hot_like(tokens: int, units: int) -> torch.Tensor:
+    """Gradients of logits bf16 [tokens, units, 128]: eight likely elements each, a target drawn among all."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    logits = torch.randn(tokens, units * 128, generator=generator, device="cuda")
+    likely = torch.randint(units * 128, (tokens, 8), generator=generator, device="cuda")
+    high = 14 + 2 * torch.randn(tokens, 8, generator=generator, device="cuda")
+    probability = logits.scatter_add(1, likely, high).softmax(1)
+    target = probability.multinomial(1, generator=generator)
+    gradient = probability.scatter_add(1, target, -torch.ones_like(target, dtype=torch.float32))
+    return gradient.bfloat16().view(tokens, units, 128)
+
+
+def test_gradients_of_logits_stray_nowhere_and_are_rounded_as_they_should(
+    draw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, w = one_hot_like(300, 1002), draw(1002, 128, 272)
+    repair, seen = cut.gemm_plain.repair, []
+
+    def spy(*arguments: torch.Tensor) -> None:
+        seen.append(arguments[7].clone())
+        repair(*arguments)
+
+    monkeypatch.setattr(cut.gemm_plain, "repair", spy)
+    result, truth = product(a, w).double(), exact(a, w)
+    assert [int(strayed.sum()) for strayed in seen] == [0]
+    assert (result - truth).norm() < 1.02 * (truth.bfloat16().double() - truth).norm()
+    offset = (result - truth).sum(0) / truth.abs().sum(0)
+    assert offset.abs().max() < 1e-3, "an error of one sign for all tokens would not average out"
 
 
 def test_cut_equals_the_integer_model_to_the_last_bf16_bit(draw) -> None:

@@ -28,14 +28,16 @@ def test_a_device_that_adds_as_the_model_passes(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def as_the_model(a, w, row, column, total_units, first_unit):
-        begin, end = 16 * first_unit, 16 * (first_unit + a.shape[1])
         bound = (row.bound[:, None] * column[None, :]).cpu().numpy()
         start = integer_model.chain_start(np.frexp(bound)[1] + 1)
-        flat_a = a.float().cpu().numpy().reshape(a.shape[0], -1)
-        flat_w = w.float().cpu().numpy().reshape(-1, w.shape[2])
-        chain = integer_model.matmul(flat_a, np.ascontiguousarray(flat_w.T), start)
-        integers = integer_model.chain_integer(chain) + 3 * end // 128 - 3 * begin // 128
-        return torch.from_numpy(integers)
+        total = np.zeros_like(start, dtype=np.int32)
+        for unit in range(a.shape[1]):
+            k = 16 * (first_unit + unit)
+            sign = -1 if total_units > 4096 and k // 4096 % 2 else 1
+            values = a[:, unit].float().cpu().numpy(), w[unit].float().cpu().numpy().T.copy()
+            chain = integer_model.chain_integer(integer_model.matmul(*values, sign * start))
+            total += sign * (chain + 3 * (k + 16) // 128 - 3 * k // 128)
+        return torch.from_numpy(total)
 
     monkeypatch.setattr(selftest, "cut_matmul", as_the_model)
     assert selftest.cut_form(device).form == "chain"

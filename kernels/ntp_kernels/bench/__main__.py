@@ -1,6 +1,7 @@
 """`python -m ntp_kernels.bench [section ...] [--json FILE]`: a table per section and a JSON file.
 
-A section is a module of this package with `sections() -> list[Row]`; without arguments all of them run.
+A section is a module of this package with `sections() -> list[Row]`; without arguments all of them run. Last
+comes what the kernels are held to, with what this run reached.
 Needs a GPU.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from .rows import Ceiling, Row, geomean, measure_ceiling
+from .targets import verdicts
 
 SECTIONS = ("gemm", "cut", "pointwise", "attention")
 
@@ -29,6 +31,7 @@ def main() -> None:
     rows: list[Row] = []
     for name in arguments.sections:
         rows += _run(name, ceiling)
+    _print_verdicts(rows)
     report = {"card": card, "ceiling": asdict(ceiling), "rows": [_record(row, ceiling) for row in rows]}
     arguments.json.write_text(json.dumps(report, indent=1))
 
@@ -52,6 +55,14 @@ def _print_table(rows: list[Row], ceiling: Ceiling) -> None:
     ratios = [row.ratio for row in rows if row.ratio]
     if ratios:
         print(f"{'':22}{'geomean, least':34}{'':18}{geomean(ratios):7.3f}{min(ratios):9.3f}")
+
+
+def _print_verdicts(rows: list[Row]) -> None:
+    print("\ntargets")
+    for verdict in verdicts(rows):
+        bound = f"{verdict.side} {verdict.bound:g}"
+        reached = "pass" if verdict.reached else "MISS"
+        print(f"{verdict.name:62}{verdict.count:4} rows{verdict.value:9.3f}  {bound:8}{reached}")
 
 
 def _record(row: Row, ceiling: Ceiling) -> dict[str, object]:

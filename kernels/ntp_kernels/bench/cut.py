@@ -123,9 +123,20 @@ def _ignored_outliers(k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return a, w
 
 
+def _logits_gradient(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a model that is nearly sure: eight likely tokens each, a target drawn among all."""
+    logits, w = _gaussian(k)
+    likely = torch.randint(k, (_ACCURACY_TOKENS, 8), device="cuda")
+    logits = logits.scatter_add(1, likely, 14 + 2 * torch.randn(likely.shape, device="cuda"))
+    probability = logits.softmax(1)
+    target = probability.multinomial(1)
+    return probability.scatter_add(1, target, -torch.ones_like(target, dtype=torch.float32)), w
+
+
 _INPUTS: dict[str, Maker] = {
     "Gaussian": _gaussian,
     "SwiGLU": _swiglu,
     "four 300x channels": _outliers,
     "the same, ignored": _ignored_outliers,
+    "gradient of logits": _logits_gradient,
 }
