@@ -147,6 +147,11 @@ class ParamAndGradBuffer:
         """Forget all sums."""
         self.pop(len(self._stack))
 
+    def retire(self) -> None:
+        """Give up parameters and gradients."""
+        self.parameters = self.parameters.new_empty(0)
+        self._stack, self._free = [], []
+
     def _new_gradients(self) -> Tensor:
         return torch.zeros(self.parameters.numel(), dtype=torch.float32, device=self.parameters.device)
 

@@ -148,7 +148,7 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cuda_graphs: bool = True  # replay the layers without the host, where a GPU computes
-    recompute: Literal["none", "attention", "block"] = "none"  # in backward rather than kept from forward
+    recompute: Literal["none", "pointwise", "attention", "block"] = "none"  # in backward, not kept
     eval_every: Count = 0  # steps between evaluations; 0 = never
     timeout_s: PositiveFloat = 120.0  # of one collective
     profile: tuple[Positive, ...] = ()  # steps of which every rank writes a trace into RUN_DIR/traces

@@ -108,6 +108,13 @@ class DistributedDataParallel:
         self.buffer.clear()
         return gradients
 
+    def retire(self) -> None:
+        """Give up parameters and gradients, and what the weights hold of them."""
+        for weight in self._weights.values():
+            weight.data, weight.main_grad, weight.on_grad_ready = weight.data.new_empty(0), None, None
+        self._parcels = []
+        self.buffer.retire()
+
     def _watch(self) -> None:
         for place, bucket in enumerate(self._buckets):
             for spec in bucket.specs:

@@ -123,6 +123,9 @@ class FeedForward:
     """SwiGLU behind the norm of the residual stream; a unit is a block of gate, up and down columns.
 
     Adds x to the residual; returns the layer's output, and that sum.
+
+    Attributes:
+        recompute: keep neither the norm's nor SwiGLU's output for the backward pass.
     """
 
     norm: Weight
@@ -130,10 +133,13 @@ class FeedForward:
     down: Weight
     eps: float
     group: Group
+    recompute: bool = False
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual [M, D]; returns the output, to be added to the residual, and x + residual."""
-        return ops.feed_forward(x, residual, self.norm, self.gate_up, self.down, self.eps, self.group)
+        return ops.feed_forward(
+            x, residual, self.norm, self.gate_up, self.down, self.eps, self.group, self.recompute
+        )
 
 
 @dataclass(frozen=True)

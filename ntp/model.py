@@ -35,7 +35,7 @@ from ntp.weight import Weight
 
 _BLOCKS_OF_A_GRAPH = 8
 
-Recompute = Literal["none", "attention", "block"]
+Recompute = Literal["none", "pointwise", "attention", "block"]
 
 
 class Tokens(Protocol):
@@ -69,8 +69,9 @@ class Model:
         weights: by canonical name (`ntp.parameters`).
         group: the ranks of this replica.
         seq_len: tokens of a sequence.
-        recompute: what backward computes again rather than keeps: "none", "attention" (but not the output
-            projection) or "block", of which two tensors [M, D] are kept. The bits are the same.
+        recompute: what backward computes again rather than keeps: "none", "pointwise" (norm and SwiGLU of the
+            feed-forward layers, no product), "attention" (but not the output projection) or "block", of which
+            two tensors [M, D] are kept. The bits are the same.
         graphs: replay the blocks as CUDA graphs, where what they exchange allows it. The bits are the same.
     """
 
@@ -96,6 +97,10 @@ class Model:
         projection = ColumnParallelLinear(head, group, last_use=not config.tie_word_embeddings)
         self.head = VocabParallelHead(projection, config.vocab_size)
         self.tables = rope_tables(config, seq_len, head.data.device)
+
+    def retire(self) -> None:
+        """Give up the graphs and their memory."""
+        self._graphed = None
 
     def loss(self, batch: Tokens) -> Tensor:
         """Return the sum of token losses of every sequence, f64 [M / seq_len]."""
@@ -165,7 +170,8 @@ class Block:
         self.attention_norm = RMSNorm(weight("attention_norm"), eps)
         self.attention = Attention(qkv, output, norms, config.head_dim, eps, recompute == "attention")
         self._recompute = recompute == "block"
-        self.mlp = FeedForward(weight("mlp_norm"), weight("gate_up"), weight("down"), eps, group)
+        up, down, again = weight("gate_up"), weight("down"), recompute == "pointwise"
+        self.mlp = FeedForward(weight("mlp_norm"), up, down, eps, group, again)
 
     def __call__(self, x: Tensor, residual: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         """Return the layer's output [M, D], not yet added to the residual stream, and that stream."""

@@ -116,13 +116,15 @@ def feed_forward(
     down: Weight,
     eps: float,
     group: Group,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the SwiGLU feed-forward layer of RMSNorm(x + residual), and that sum; all [M, D].
 
     `norm` [D], `gate_up` [U, 2 B, D], `down` [U, B, D]. In parts of the tokens, so that what ranks exchange
-    of one part (of `x`, too) hides behind the products of another.
+    of one part (of `x`, too) hides behind the products of another. With `recompute`, backward makes the
+    outputs of norm and SwiGLU again rather than keeping them.
     """
-    return _FeedForward.apply(x, residual, norm, gate_up, down, eps, group)  # type: ignore[return-value]
+    return _FeedForward.apply(x, residual, norm, gate_up, down, eps, group, recompute)  # type: ignore[return-value]
 
 
 def token_losses(logits: Tensor, targets: Tensor, head: Weight, vocab_size: int, group: Group) -> Tensor:
@@ -319,6 +321,7 @@ class _FeedForward(Function):
         down: Weight,
         eps: float,
         group: Group,
+        recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         exchange, tokens, (units, width) = group.exchange, x.shape[0], down.data.shape[:2]
         y, summed, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(tokens, dtype=torch.float32)
@@ -333,25 +336,26 @@ class _FeedForward(Function):
             kernels.swiglu(gates[rows], a[rows])
             start_cut_product(a[rows], down, exchange, output, rows)
         exchange.wait(output)
-        ctx.save_for_backward(y, summed, rstd, gates, a)
-        ctx.weights, ctx.group = (norm, gate_up, down), group
+        ctx.save_for_backward(summed, rstd, gates, *((None, None) if recompute else (y, a)))
+        ctx.weights, ctx.group, ctx.eps = (norm, gate_up, down), group, eps
         ctx.set_materialize_grads(False)
         return output, summed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (y, summed, rstd, gates, a), (norm, gate_up, down) = ctx.saved_tensors, ctx.weights
+        (summed, rstd, gates, y, a), (norm, gate_up, down) = ctx.saved_tensors, ctx.weights
         exchange, (dy, dsummed) = ctx.group.exchange, grads
         assert dy is not None, "the output of a feed-forward layer is unused"
         dy = dy.contiguous()
         da = kernels.linear(dy, down.data)
         down.count_product(dy.shape[0])
-        add_wgrad(a, dy, down, exchange)
+        add_wgrad(kernels.swiglu(gates) if a is None else a, dy, down, exchange)
         dgates = kernels.swiglu_backward(da, gates).flatten(2)
+        y = kernels.rms_norm(summed, norm.data, ctx.eps)[0] if y is None else y
         add_wgrad(dgates, y, gate_up, exchange)
         dnormed = input_grad(dgates, gate_up, exchange)
         dx = _rms_norm_backward(dnormed, summed, rstd, norm, dsummed)
-        return dx, dx, None, None, None, None, None
+        return dx, dx, None, None, None, None, None, None
 
 
 class _TokenLosses(Function):

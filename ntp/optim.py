@@ -78,6 +78,10 @@ class DistributedOptimizer:
             torch.zeros(blocks * BLOCK, dtype=torch.float32, device=device) for _ in range(4)
         )
 
+    def retire(self) -> None:
+        """Keep masters and moments alone."""
+        self._gradient = self._gradient.new_empty(0)
+
     def state(self, part: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
         """Master and moments of a rectangle that lies in one slice kept here: views [units, elements]."""
         for kept in self._kept.get(part.spec.name, ()):

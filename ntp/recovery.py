@@ -121,7 +121,8 @@ def carry(
         world: every live process of the new generation; carries host tensors.
         carrier: the same processes; carries tensors of the device that has the state.
         kept: the layouts that this process has. In the end it holds the new one alone (nothing on a
-            standby); a loss on the way leaves in it what the next generation can go on from.
+            standby); a loss on the way leaves in it what the next generation can go on from. Of the old one
+            only the state is kept meanwhile, so that both have room.
         make_trainer: makes this process's trainer under `plan`, without state; None for a standby.
 
     Returns:
@@ -143,6 +144,8 @@ def carry(
     if moves.missing:
         names = ", ".join(moves.missing[:3])
         raise StateLostError(f"no live rank has the state of {names} any more", decision.step)
+    if mine is not None:
+        mine.retire()
     trainer = make_trainer()
     received = _move(carrier, moves, specs, mine, trainer)
     if trainer is not None:

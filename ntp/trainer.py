@@ -155,6 +155,12 @@ class Trainer:
         self.optimizer.return_parameters()
         refresh_scales(self.weights.values(), self.mesh.tensor)
 
+    def retire(self) -> None:
+        """Keep masters and moments alone, and never compute again: another layout needs the room."""
+        self.model.retire()
+        self.ddp.retire()
+        self.optimizer.retire()
+
     def step(self, step: int, before_commit: Callable[[], None] = lambda: None) -> StepResult:
         """Run and commit step `step` (from 1); collective over the workers.
 

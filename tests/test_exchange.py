@@ -44,7 +44,7 @@ def test_nothing_deferred_is_forgotten(monkeypatch, model):
     assert train(config, data).hashes == at_once.hashes
 
 
-@pytest.mark.parametrize("recompute", ["attention", "block"])
+@pytest.mark.parametrize("recompute", ["pointwise", "attention", "block"])
 def test_recomputation_keeps_the_bits(late, recompute):
     config = configuration(LLAMA, {"dp": 1, "tp": 2})
     data = datasets_of(config)

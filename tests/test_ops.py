@@ -55,3 +55,21 @@ def test_an_upstream_gradient_scales_the_gradient_of_the_logits():
     assert logits.grad is not None
     assert wide.grad is not None
     torch.testing.assert_close(logits.grad.double().flatten(1), wide.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_feed_forward_layer_that_recomputes_keeps_neither_norm_nor_swiglu():
+    (group,) = on_ranks(lambda group: group, 1)
+    tokens, width = 6, 16
+    norm = Weight("norm", torch.ones(HIDDEN))
+    gate_up = Weight("gate_up", torch.randn(UNITS, 2 * width, HIDDEN), UNITS)
+    down = Weight("down", torch.randn(UNITS, width, HIDDEN), UNITS)
+    down.column_scale = ops.column_scale(down)
+    x, residual = (torch.randn(tokens, HIDDEN).requires_grad_() for _ in range(2))
+
+    def kept(recompute):
+        elements = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: elements.append(t.numel()) or t, lambda t: t):
+            ops.feed_forward(x, residual, norm, gate_up, down, 1e-5, group, recompute)
+        return sum(elements)
+
+    assert kept(False) - kept(True) == tokens * (HIDDEN + UNITS * width)

@@ -51,3 +51,13 @@ def test_a_lost_rank_moves_work_to_the_other_replica():
     assert [replica.microbatches for replica in damaged.replicas] == [16, 8]
     assert damaged.compute == max(replica.compute for replica in damaged.replicas)
     assert damaged.compute > prediction().compute
+
+
+def test_parameters_come_back_where_degrees_differ():
+    """Two copies on two replicas are all that a rank holds, unless the other replica is cut elsewhere."""
+    damaged = prediction(failed={3})  # 16 and 8 groups: one partial sum each
+    for replica in damaged.replicas:
+        sent = ELEMENTS / replica.degree / 2 * (2 * 4 + 2)
+        assert replica.exchange == pytest.approx(sent / 175e9)
+    whole = prediction("train.global_batch=64")  # 16 and 16
+    assert whole.exchange == pytest.approx(ELEMENTS / 2 / 2 * 2 * 4 / 175e9)

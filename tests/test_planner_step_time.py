@@ -78,6 +78,9 @@ def test_recomputation_costs_forward_passes():
         return microbatch_time(Step(), study.job, rank, 8)
 
     none, attention, block = parts("none"), parts("attention"), parts("block")
+    pointwise = parts("pointwise")
+    assert (pointwise.products, pointwise.attention) == (none.products, none.attention)
+    assert none.pointwise < pointwise.pointwise < none.pointwise * 1.3
     assert block.products == pytest.approx(none.products * 4 / 3)
     assert attention.products == none.products
     assert none.attention < attention.attention == block.attention

@@ -84,6 +84,7 @@ def go_on(config, plan, data, survivors):
         return steps, trainer.result, trainer.hashes()
 
     results = simulate_processes(body, plan)
+    assert not any(trainer.ddp.buffer.parameters.numel() for trainer in survivors.values())
     return results[plan.reporter]
 
 

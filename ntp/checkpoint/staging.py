@@ -32,8 +32,8 @@ from ntp.optim import DistributedOptimizer, Slice
 from ntp.parameters import BLOCK
 
 COPY_ELEMENTS = 1 << 24
-_QUEUED = 8
-"""Copies: a few milliseconds of PCIe, in which this thread finds the time to queue more."""
+_QUEUED = 16
+"""Copies: some milliseconds of PCIe, in which this thread finds the time to queue more."""
 _PINNED_AT_ONCE = 1 << 26
 """Elements, whole copies. Pinning holds locks that launches of kernels want too."""
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class HostMemory:
         with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self.values = torch.frombuffer(mapping, dtype=torch.float32)[:elements]
-        if device.type == "cuda":
+        if elements and device.type == "cuda":
             self._pin(device)
 
     def _pin(self, device: torch.device) -> None:

@@ -146,7 +146,13 @@ def _activations(config: Config, replica: Replica, position: int, width: int) ->
     kv, ffn, vocab = (len(_units(replica, kind, position)) for kind in UnitKind)
     lean = sum(_saved_per_token(config, kv, ffn, width))
     layer = lean + sum(_recomputable_per_token(config, kv, width))
-    kept = {"none": layer, "attention": lean, "block": 2 * model.hidden_size * width}[config.train.recompute]
+    outputs = (model.hidden_size + ffn * model.ffn_unit) * width  # of the feed-forward's norm and SwiGLU
+    kept = {
+        "none": layer,
+        "pointwise": layer - outputs,
+        "attention": lean,
+        "block": 2 * model.hidden_size * width,
+    }[config.train.recompute]
     saved = model.num_hidden_layers * kept + (layer - kept)  # one layer's at a time are computed again
     logits = vocab * model.vocab_unit * width
     backward = max(

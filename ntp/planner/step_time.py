@@ -90,7 +90,7 @@ def analytic(step: Step, job: Job, plans: Plans, degree: int) -> tuple[float, fl
     rank = heaviest_rank(job, plans, degree)
     copies = min(plans.config.optimizer.copies, job.dp)
     groups = count_units(_microbatches(job.batch, job.dp), job.batch.grad_group)
-    spread = Spread(dp=job.dp, copies=copies, groups=groups, nodes=1, all_nodes=job.dp)
+    spread = Spread(job.dp, copies, groups, nodes=1, all_nodes=job.dp, uniform=degree == job.tp)
     exchange = (1 - step.overlap) * exchange_time(rank, spread, step.gpu.network_gbytes_s)
     microbatch = microbatch_time(step, job, rank, degree).total(step.overlap)
     return microbatch, exchange + update_time(rank, spread, step.gpu)

@@ -57,7 +57,7 @@ class Batch(Section):
     global_batch: Positive
     micro_batch: Positive = 1
     grad_group: Positive = 1
-    recompute: Literal["none", "attention", "block"] = "none"
+    recompute: Literal["none", "pointwise", "attention", "block"] = "none"
 
 
 class Job(Section):

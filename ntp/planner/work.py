@@ -18,6 +18,7 @@ _TABLE_SUMS = 2  # of a microbatch: the embedding, and backward after the head
 # Bytes that the bfloat16 kernels of a layer read and write for a token, forward and backward.
 _NORM = 16 + 20  # times hidden: two sums with the residual stream, each with its norm
 _SWIGLU = 6 + 12  # times FFN width
+_NORM_AGAIN, _SWIGLU_AGAIN = 4, 6  # of the feed-forward layer, where backward makes them again
 _ROPE = 4 + 4  # times width of q and k
 _FINISH = 6  # times hidden and sum: int32 in, bfloat16 out
 _ROW_NORMS = 2  # times width of what enters a cut product
@@ -116,7 +117,7 @@ def microbatch_time(step: Step, job: Job, rank: RankLoad, degree: int) -> Microb
     again = _computed_again(batch)
     return MicrobatchTime(
         products=(6 + 2 * again) * tokens * rank.macs / (flops * gpu.gemm_efficiency),
-        attention=forward + backward + forward * (batch.recompute != "none"),
+        attention=forward + backward + forward * (batch.recompute in ("attention", "block")),
         pointwise=moved / (gpu.hbm_gbytes_s * 1e9),
         sums=(1 + again / 2) * summed * (degree - 1) / degree / (gpu.nvlink_gbytes_s * 1e9),
     )
@@ -134,6 +135,8 @@ def _bytes_per_token(job: Job, rank: RankLoad) -> int:
         queries + 2 * keys + 2 * rank.ffn
     )  # cut products, forward and backward
     layer = (_NORM + _FINISH * _SUMS) * hidden + _SWIGLU * rank.ffn + _ROPE * (queries + keys)
+    if job.batch.recompute == "pointwise":
+        layer += _NORM_AGAIN * hidden + _SWIGLU_AGAIN * rank.ffn
     return rank.layers * (layer + _ROW_NORMS * entering) + _LOGITS * rank.vocab
 
 
@@ -146,6 +149,7 @@ class Spread:
         groups: of microbatches that this replica computes, each with a gradient sum of its own.
         nodes: partial sums of gradients that this replica sends for one element.
         all_nodes: those of all replicas.
+        uniform: all replicas have one degree. With as many copies as replicas nothing comes back then.
     """
 
     dp: int
@@ -153,6 +157,7 @@ class Spread:
     groups: int
     nodes: int
     all_nodes: int
+    uniform: bool
 
 
 def exchange_time(rank: RankLoad, spread: Spread, gbytes_s: float) -> float:
@@ -161,9 +166,8 @@ def exchange_time(rank: RankLoad, spread: Spread, gbytes_s: float) -> float:
 
 
 def _sent_bytes(rank: RankLoad, spread: Spread) -> float:
-    """Nothing comes back to a rank that keeps the state of all that it holds."""
     gradients = _GRADIENT * spread.nodes * spread.copies
-    parameters = _PARAMETER if spread.copies < spread.dp else 0
+    parameters = 0 if spread.uniform and spread.copies == spread.dp else _PARAMETER
     return rank.elements * (spread.dp - 1) / spread.dp * (gradients + parameters)
 
 

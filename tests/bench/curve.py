@@ -52,8 +52,8 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     configs = [load_config(given.config, [*given.set, f"train.seed={seed}"]) for seed in _SEEDS]
     data = _WholeSequences(datasets_of(configs[0]).train, configs[0].train.seq_len)
-    stock = [list(_stock(config, data, device)) for config in configs]
-    _print(stock, [list(_ours(config, data, device)) for config in configs])
+    stock = [_told("stock", list(_stock(config, data, device))) for config in configs]
+    _print(stock, [_told("ours", list(_ours(config, data, device))) for config in configs])
     dist.destroy_process_group()
 
 
@@ -96,6 +96,12 @@ def _print(stock: list[list[float]], ours: list[list[float]]) -> None:
             f"outside {outside:.4f}"
         )
     print(f"furthest outside: {worst:.4f}")
+
+
+def _told(name: str, losses: list[float]) -> list[float]:
+    """These losses, once the last of them has been printed: a curve takes a while."""
+    print(f"{name}: {losses[-1]:.4f} after {len(losses)} steps", flush=True)
+    return losses
 
 
 def _listed(losses: list[float]) -> str:
