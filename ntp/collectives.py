@@ -254,11 +254,14 @@ class TorchGroup(Group):
             raise PeerLostError(str(error)) from error
 
     def _make_exchange(self) -> CutExchange:
-        if self.size == 1 or not self._through_peers:
+        if not self._through_peers:
             return CutExchange(self)
         from ntp.peer_exchange import PeerExchange  # needs CUDA
-        from ntp.peer_memory import all_reach_all
+        from ntp.peer_memory import all_reach_all, free_retired
 
+        if self.size == 1:
+            free_retired()
+            return CutExchange(self)
         return PeerExchange(self, self._check) if all_reach_all(self) else CutExchange(self)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:

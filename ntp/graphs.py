@@ -11,6 +11,7 @@ group at hand, of which there are a few: each has graphs of its own, in the same
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,7 @@ class GraphedSegments:
             return stream
         if self._group.exchange.places != self._places:
             self._graphs.clear()
+            self._studio = _Studio()  # memory whose last graph has gone takes no other
             self._places = self._group.exchange.places
         key = (self._segments[0].weights[0].grad.data_ptr(), shape)
         graphs = self._graphs.get(key)
@@ -95,7 +97,12 @@ class _Studio:
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                result = call()
+                try:
+                    result = call()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()  # left open, it would fail all that the device is asked next
+                    raise
                 graph.capture_end()
         finally:
             if collects:

@@ -228,6 +228,8 @@ class _Era:
             Where the state came from.
         """
         job, source = self._job, "start"
+        for layout in kept:
+            layout.retire()
         trainer = self._make() if lost.step > 0 else None
         if trainer is not None:
             assert self._checkpoints is not None

@@ -45,10 +45,6 @@ class DeviceStream:
         if count:
             _succeed(_driver().cuMemcpyAsync(target, source, count, self._handle))
 
-    def write(self, address: int, value: int) -> None:
-        """Write 32 bits once all that came before is visible to everyone."""
-        _succeed(_driver().cuStreamWriteValue32_v2(self._handle, address, value, 0))
-
 
 class PeerMemory:
     """The same regions in the memory of every rank of a group; made by all of them at once.
@@ -70,15 +66,18 @@ class PeerMemory:
         for size in (4 * self._words, *sizes):
             self._offsets.append(self._offsets[-1] + -(-size // _PAGE) * _PAGE)
         own = _allocate(self._offsets[-1], device)
-        handles = group.all_gather(_export(own).to(device).unsqueeze(0), [1] * self.size).cpu()
-        while _retired:
-            _succeed(_driver().cuMemFree_v2(_retired.pop()))
+        try:
+            handles = group.all_gather(_export(own).to(device).unsqueeze(0), [1] * self.size).cpu()
+            group.confirm()
+        except RuntimeError:
+            _retired.append(own)
+            raise
+        free_retired()
         self._bases = [own if rank == self.rank else _open(handles[rank]) for rank in range(self.size)]
         kinds = range(signals)
         theirs = [[self._theirs(rank, signal) for rank in self.others] for signal in kinds]
         mine = [[self._mine(rank, signal) for rank in self.others] for signal in kinds]
         self._raised, self._awaited = torch.tensor(theirs, device=device), torch.tensor(mine, device=device)
-        self._releasing = DeviceStream(torch.cuda.Stream(device))
         self._closed = threading.Event()
 
     def view(self, region: int, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
@@ -108,6 +107,8 @@ class PeerMemory:
 
     def close(self) -> None:
         """Use it no more, once the device has done so. Where peers may be lost, `release` it before."""
+        if self._closed.is_set():
+            return
         torch.cuda.synchronize(self._device)
         self._closed.set()
         for rank in self.others:
@@ -118,7 +119,8 @@ class PeerMemory:
         with torch.cuda.device(self._device):  # a thread begins without a context
             while not self._closed.wait(_RELEASE_EVERY_S):
                 for word in range(self._words):
-                    self._releasing.write(self._bases[self.rank] + 4 * word, 1)
+                    address = self._bases[self.rank] + 4 * word
+                    _succeed(_driver().cuStreamWriteValue32_v2(_releasing_stream(), address, 1, 0))
 
     def _theirs(self, rank: int, signal: int) -> int:
         """Address of the word by which this rank tells `rank`."""
@@ -127,6 +129,21 @@ class PeerMemory:
     def _mine(self, rank: int, signal: int) -> int:
         """Address of the word by which `rank` tells this one."""
         return self._bases[self.rank] + 4 * (signal * self.size + rank)
+
+
+def free_retired() -> None:
+    """Give up own memory that is used no more; all peers have left the generation, or closed theirs."""
+    while _retired:
+        _succeed(_driver().cuMemFree_v2(_retired.pop()))
+
+
+@cache
+def _releasing_stream() -> int:
+    """A stream that nothing else is in. PyTorch's are 32, given out by turns: one might hold what waits."""
+    stream, not_blocking = ctypes.c_void_p(), 1
+    _succeed(_driver().cuStreamCreate(ctypes.byref(stream), not_blocking))
+    assert stream.value is not None
+    return stream.value
 
 
 def all_reach_all(group: "Group") -> bool:
@@ -193,6 +210,7 @@ def _driver() -> ctypes.CDLL:
     address, stream, word, count = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t
     driver.cuMemcpyAsync.argtypes = [address, address, count, stream]
     driver.cuStreamWriteValue32_v2.argtypes = [stream, address, word, ctypes.c_uint]
+    driver.cuStreamCreate.argtypes = [ctypes.POINTER(stream), ctypes.c_uint]
     driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(address), count]
     driver.cuMemsetD8_v2.argtypes = [address, ctypes.c_ubyte, count]
     driver.cuMemFree_v2.argtypes = [address]

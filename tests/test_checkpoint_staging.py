@@ -1,6 +1,8 @@
 """Between a commit and the next one the state travels to host memory: whole, and as it was."""
 
+import errno
 import gc
+import os
 import threading
 import weakref
 
@@ -10,6 +12,7 @@ import torch
 from ntp.checkpoint import staging
 from ntp.checkpoint.save import Saver
 from ntp.checkpoint.staging import Staging
+from ntp.checkpoint.store import CheckpointStore
 from ntp.data import datasets_of
 from ntp.life import Job, _Era
 from ntp.optim import DistributedOptimizer
@@ -73,6 +76,29 @@ def test_a_late_copy_is_of_the_step_that_it_was_asked_for(data, tmp_path, monkey
         resumed = train(saving_config(every=0), data, tmp_path, resume=str(step))
         assert resumed.steps == unsaved.steps[step:]
         assert resumed.hashes == unsaved.hashes
+
+
+def test_memory_that_cannot_be_had_fails_the_save_on_every_rank_and_nothing_else(monkeypatch, tmp_path):
+    config = saving_config(parallel={"dp": 1, "tp": 2})
+
+    def refused(self, elements, device):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    def body(member):
+        specs = parameter_specs(config.model)
+        weights = make_weights(specs, member.plan, member.rank)
+        _, optimizer = wrap(specs, weights, member.plan, member.mesh, config.optimizer)
+        saver, store = Saver(member.mesh.host, config), CheckpointStore(tmp_path)
+        if member.rank == 1:
+            monkeypatch.setattr(staging.HostMemory, "__init__", refused)
+        saver.save(optimizer, 1, store, keep=0)
+        saver.wait_staged()
+        saver.finish()
+        return [report.error for report in saver.poll()], store.steps()
+
+    for errors, steps in simulate(body, make_plan(config)).values():
+        assert "Cannot allocate memory" in errors[0]
+        assert not steps
 
 
 def test_every_element_arrives_through_copies_of_any_size(monkeypatch):

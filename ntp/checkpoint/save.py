@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ class SaveReport:
 class _Job:
     """A save under way."""
 
-    def __init__(self, step: int, store: CheckpointStore, keep: int, staging: Staging):
-        self.step, self.store, self.keep, self.staging = step, store, keep, staging
+    def __init__(self, step: int, store: CheckpointStore, keep: int):
+        self.step, self.store, self.keep = step, store, keep
+        self.staging: Staging | None = None
         self.started = time.monotonic()
         self.staged = threading.Event()
         self.stall_s = 0.0
@@ -113,6 +115,7 @@ class Saver:
 
     def _allocate(self, optimizer: DistributedOptimizer) -> Staging:
         if self._staging is None or not self._staging.fits(optimizer):
+            self._staging = None  # its memory goes before more is asked for
             self._staging = Staging(optimizer)
         return self._staging
 
@@ -126,13 +129,21 @@ class Saver:
         self.finish()
         if self._preparing is not None:
             self._preparing.join()
-        job = self._job = _Job(step, store, keep, self._allocate(optimizer))
-        stage, shapes = job.staging.copier(), tensor_shapes(optimizer.buffer.specs)
+        job = self._job = _Job(step, store, keep)
+        stage, shapes = self._stage(job, optimizer), tensor_shapes(optimizer.buffer.specs)
         job.thread = threading.Thread(
             target=self._run, args=(job, stage, shapes), name=f"checkpoint{step}", daemon=True
         )
         job.thread.start()
         job.stall_s += time.monotonic() - before
+
+    def _stage(self, job: _Job, optimizer: DistributedOptimizer) -> Callable[[], None]:
+        """What copies the state as it is now, in another thread; it raises what kept the memory from it."""
+        try:
+            job.staging = self._allocate(optimizer)
+            return job.staging.copier()
+        except (OSError, RuntimeError) as error:
+            return partial(_raise, error)
 
     def wait_staged(self) -> None:
         """Return when the state of the save under way is in host memory and may change."""
@@ -176,6 +187,7 @@ class Saver:
             return str(job.store.begin(job.step)) if self._group.leads else None
 
         def write(folder: Path) -> list[Any]:
+            assert job.staging is not None
             if not job.staging.shards:
                 return []
             path = folder / f"pieces-{self._group.rank:05d}.safetensors"
@@ -224,6 +236,10 @@ class Saver:
             if outcome["error"] is not None:
                 raise CheckpointError(f"rank {rank}: {outcome['error']}")
         return [outcome["value"] for outcome in outcomes]
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _reason(error: Exception) -> str:

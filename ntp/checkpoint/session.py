@@ -79,13 +79,14 @@ class Checkpoints:
         Raises:
             CheckpointError: what was saved is all damaged.
         """
-        self._prepare(trainer)
         places = [("snapshot", self._snapshots), ("checkpoint", self._store)]
         latest = leaders_value(self._mesh.host, [max(store.steps(), default=0) for _, store in places])
         order = sorted(zip(latest, places, strict=True), key=lambda item: -item[0])
         for _, (name, store) in [item for item in order if item[0]]:
             try:
-                return self._load(trainer, "auto", store.directory).step, name
+                step = self._load(trainer, "auto", store.directory).step
+                self._prepare(trainer)
+                return step, name
             except CheckpointError as error:
                 self._say(f"no {name} to go back to: {error}")
         if any(latest):
