@@ -24,7 +24,7 @@ from ntp import yaml_text
 from ntp.elastic_config import ElasticConfig, below
 from ntp.errors import ConfigError
 from ntp.faults import Fault
-from ntp.model_config import ModelConfig
+from ntp.model_config import ModelConfig, Recompute
 from ntp.section import Count, Fraction, Positive, PositiveFloat, Ratio, Section
 
 
@@ -148,7 +148,7 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cuda_graphs: bool = True  # replay the layers without the host, where a GPU computes
-    recompute: Literal["none", "pointwise", "attention", "block"] = "none"  # in backward, not kept
+    recompute: Recompute = "none"  # in backward rather than kept from forward
     eval_every: Count = 0  # steps between evaluations; 0 = never
     timeout_s: PositiveFloat = 120.0  # of one collective
     profile: tuple[Positive, ...] = ()  # steps of which every rank writes a trace into RUN_DIR/traces

@@ -44,11 +44,11 @@ def compare(world: Group, proof: DeviceProof | None) -> None:
     """
     values = gather_values(world, None if proof is None else asdict(proof))
     proofs = {rank: value and DeviceProof(**value) for rank, value in zip(world.ranks, values, strict=True)}
-    prints = Counter(each and each.fingerprint for _, each in sorted(proofs.items()))
-    (common, _), *_ = prints.most_common(1)
-    if (proof and proof.fingerprint) == common:
+    prints = {rank: each and each.fingerprint for rank, each in sorted(proofs.items())}
+    ((common, _),) = Counter(prints.values()).most_common(1)
+    if prints[world.ranks[world.rank]] == common:
         return
-    other = min(rank for rank, each in proofs.items() if (each and each.fingerprint) == common)
+    other = next(rank for rank, each in prints.items() if each == common)
     raise DeviceDiffersError(
         f"this device ({_described(proof)}) computes other bits than that of rank {other} "
         f"({_described(proofs[other])}): they cannot train together"

@@ -36,7 +36,7 @@ def state_hashes(optimizer: DistributedOptimizer, world: Group) -> StateHashes:
         header = f"{part.logical_name} {spec.logical_shape(part)}\n".encode()
         weights.update(header)
         state.update(header)
-        for flat in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq):
+        for flat in optimizer.flats:
             for chunk in _logical_chunks(optimizer, world, spec, part, flat):
                 if world.leads:
                     payload = chunk.cpu().numpy().tobytes()

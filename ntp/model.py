@@ -11,13 +11,12 @@ layers. The residual stream is in the compute dtype, that of the weights.
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ntp.collectives import Group
-from ntp.config import ModelConfig
 from ntp.graphs import GraphedSegments, Segment
 from ntp.layers import (
     Attention,
@@ -30,12 +29,11 @@ from ntp.layers import (
     VocabParallelHead,
     recomputed,
 )
+from ntp.model_config import ModelConfig, Recompute
 from ntp.ops import document_bounds
 from ntp.weight import Weight
 
 _BLOCKS_OF_A_GRAPH = 8
-
-Recompute = Literal["none", "pointwise", "attention", "block"]
 
 
 class Tokens(Protocol):

@@ -1,10 +1,13 @@
 """The `model` section of a configuration: the decoder's shape, and the width of its indivisible units."""
 
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
 from ntp.section import MultipleOf16, Positive, PositiveFloat, Section
+
+Recompute = Literal["none", "pointwise", "attention", "block"]
+"""What backward computes again rather than keeps, see `ntp.model.Model`."""
 
 
 class RopeScaling(Section):

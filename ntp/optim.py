@@ -82,13 +82,16 @@ class DistributedOptimizer:
         """Keep masters and moments alone."""
         self._gradient = self._gradient.new_empty(0)
 
-    def state(self, part: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def flats(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Master and moments, all that is kept of a step."""
+        return self.master, self.exp_avg, self.exp_avg_sq
+
+    def state(self, part: Rectangle) -> list[Tensor]:
         """Master and moments of a rectangle that lies in one slice kept here: views [units, elements]."""
         for kept in self._kept.get(part.spec.name, ()):
             if kept.start <= part.start and part.stop <= kept.stop:
-                flats = (self.master, self.exp_avg, self.exp_avg_sq)
-                master, mean, square = (part.of(kept.of(flat), kept.units, kept.start) for flat in flats)
-                return master, mean, square
+                return [part.of(kept.of(flat), kept.units, kept.start) for flat in self.flats]
         raise AssertionError(f"{part.spec.name}: elements {part.start} to {part.stop} are not kept here")
 
     def commit(self, gradients: Gradients, tokens: int, learning_rate: float, step: int) -> float:
@@ -140,13 +143,13 @@ class DistributedOptimizer:
 
     def return_parameters(self) -> None:
         """Send every slice's master, in compute precision, to the ranks that hold its units."""
-        dtype = self.buffer.parameters.dtype
-        kept = {(part.spec.name, part.start): part for part in self.slices}
         if self.buffer.keeps_what_it_holds:
             for part in self.slices:
                 whole = Rectangle(part.spec, self.buffer.rank, part.units, part.start, part.stop)
                 self.buffer.rectangle(self.buffer.parameters, whole).copy_(part.of(self.master))
             return
+        dtype = self.buffer.parameters.dtype
+        kept = {(part.spec.name, part.start): part for part in self.slices}
         outgoing: list[tuple[int, Tensor]] = []
         for sent in self._manifest.sends:
             part = kept[sent.spec.name, sent.start]

@@ -36,7 +36,7 @@ def stagings(config):
         specs = parameter_specs(config.model)
         weights = make_weights(specs, member.plan, member.rank)
         _, optimizer = wrap(specs, weights, member.plan, member.mesh, config.optimizer)
-        for number, flat in enumerate((optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)):
+        for number, flat in enumerate(optimizer.flats):
             flat.copy_(torch.arange(1, len(flat) + 1) + number / 4)
         return optimizer, Staging(optimizer)
 
@@ -106,8 +106,7 @@ def test_every_element_arrives_through_copies_of_any_size(monkeypatch):
     for optimizer, made in stagings(saving_config(parallel={"dp": 2, "tp": 2})):
         made.copier()()
         parts = [part for part in optimizer.slices if part.counts]
-        flats = (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)
-        expected = [part.of(flat) for part in parts for flat in flats]
+        expected = [part.of(flat) for part in parts for flat in optimizer.flats]
         assert all(torch.equal(s.values, e) for s, e in zip(made.shards, expected, strict=True))
 
 

@@ -304,60 +304,35 @@ def gemm_kernel(
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=SHARERS)
     fence_async_shared()  # the copy engine must see the barriers
+    consumer = (
+        c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
+        a_ring, b_ring, buffers, ready, empty, turns,
+        M, N, K, first, length, pieces, phase, period, origin,
+    )  # fmt: skip
+    consumer_constants: gl.constexpr = (
+        A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
+        PRELOAD, TAIL,
+    )  # fmt: skip
+    producer = (a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K)
+    producer_constants: gl.constexpr = (A_T, B_T, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, TAIL)
     if SHARERS == 3:
         gl.warp_specialize(
             [
-                (_consume, (
-                    0, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
-                    a_ring, b_ring, buffers, ready, empty, turns,
-                    M, N, K, first, length, pieces, phase, period, origin,
-                    A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
-                    PRELOAD, TAIL,
-                )),
-                (_consume, (
-                    1, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
-                    a_ring, b_ring, buffers, ready, empty, turns,
-                    M, N, K, first, length, pieces, phase, period, origin,
-                    A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
-                    PRELOAD, TAIL,
-                )),
-                (_consume, (
-                    2, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
-                    a_ring, b_ring, buffers, ready, empty, turns,
-                    M, N, K, first, length, pieces, phase, period, origin,
-                    A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
-                    PRELOAD, TAIL,
-                )),
-                (_produce, (
-                    a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
-                    A_T, B_T, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, TAIL,
-                )),
+                (_consume, (0,) + consumer + consumer_constants),
+                (_consume, (1,) + consumer + consumer_constants),
+                (_consume, (2,) + consumer + consumer_constants),
+                (_produce, producer + producer_constants),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consume, (
-                    0, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
-                    a_ring, b_ring, buffers, ready, empty, turns,
-                    M, N, K, first, length, pieces, phase, period, origin,
-                    A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
-                    PRELOAD, TAIL,
-                )),
-                (_consume, (
-                    1, c_desc, c_ptr, strayed_ptr, window_ptr, row_ptr, column_ptr,
-                    a_ring, b_ring, buffers, ready, empty, turns,
-                    M, N, K, first, length, pieces, phase, period, origin,
-                    A_T, B_T, EPILOGUE, PIECES, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, SPLIT, BUFFERS,
-                    PRELOAD, TAIL,
-                )),
-                (_produce, (
-                    a_desc, b_desc, a_ring, b_ring, ready, empty, M, N, K,
-                    A_T, B_T, SHARERS, ROWS, COLUMNS, DEPTH, GROUP, STAGES, TAIL,
-                )),
+                (_consume, (0,) + consumer + consumer_constants),
+                (_consume, (1,) + consumer + consumer_constants),
+                (_produce, producer + producer_constants),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )

@@ -334,8 +334,7 @@ def _judge(turn: _Turn) -> None:
 def _go_on(turn: _Turn) -> None:
     """Opens a generation of the members that are left."""
     turn.state = replace(turn.state, fruitless=turn.state.fruitless + 1)
-    cause = _cause(turn)
-    failed = _absent(turn)
+    cause, failed = _cause(turn), _absent(turn)
     most = turn.rules.config.elastic.max_recoveries_without_progress
     try:
         make_plan(turn.rules.config, failed)
@@ -353,8 +352,7 @@ def _cause(turn: _Turn) -> str:
     if not turn.lost:
         return "the members lost touch with each other"
     cause = turn.notes[0] if turn.notes else describe(first_cause(turn.lost) or turn.lost[0])
-    more = len(turn.lost) - 1
-    return f"{cause} ({len(turn.lost)} ranks lost)" if more else cause
+    return f"{cause} ({len(turn.lost)} ranks lost)" if len(turn.lost) > 1 else cause
 
 
 def _take_in(turn: _Turn) -> None:

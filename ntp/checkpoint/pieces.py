@@ -42,17 +42,12 @@ def tensor_shapes(specs: Iterable[ParameterSpec]) -> dict[str, tuple[int, int]]:
     return {f"{spec.name}.{kind}": (spec.units, spec.unit_elements) for spec in specs for kind in KINDS}
 
 
-def state_of(optimizer: DistributedOptimizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Masters and moments, in the order of `KINDS`."""
-    return optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq
-
-
 def optimizer_shards(optimizer: DistributedOptimizer) -> list[Shard]:
     """This rank's slices of the optimizer's state, those included that another rank saves."""
     return [
         Shard(f"{part.spec.name}.{kind}", part.units, part.start, part.stop, part.of(flat))
         for part in optimizer.slices
-        for kind, flat in zip(KINDS, state_of(optimizer), strict=True)
+        for kind, flat in zip(KINDS, optimizer.flats, strict=True)
     ]
 
 

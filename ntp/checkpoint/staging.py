@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ntp.checkpoint.manifest import ELEMENT_BYTES
-from ntp.checkpoint.pieces import KINDS, Shard, state_of
+from ntp.checkpoint.pieces import KINDS, Shard
 from ntp.optim import DistributedOptimizer, Slice
 from ntp.parameters import BLOCK
 
@@ -84,7 +84,7 @@ class Staging:
     """
 
     def __init__(self, optimizer: DistributedOptimizer):
-        self._source = state_of(optimizer)
+        self._source = optimizer.flats
         self._device = optimizer.master.device
         parts = [part for part in optimizer.slices if part.counts]
         *places, elements = accumulate(((part.last - part.first) * BLOCK for part in parts), initial=0)

@@ -94,8 +94,8 @@ def predict(config: Config, failed: Collection[int], domain_size: int, step: Ste
     found: list[ReplicaTime] = []
     for replica, own in zip(plan.replicas, nodes, strict=True):
         rank = heaviest_rank(job, plans, replica.degree)
-        groups, copies = len(replica.groups), min(plan.copies, dp)
-        spread = Spread(dp, copies, groups, nodes=own, all_nodes=sum(nodes), uniform=plan.is_uniform)
+        groups = len(replica.groups)
+        spread = Spread(dp, plan.copies, groups, nodes=own, all_nodes=sum(nodes), uniform=plan.is_uniform)
         microbatch = microbatch_time(step, job, rank, replica.degree)
         found.append(
             ReplicaTime(

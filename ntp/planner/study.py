@@ -26,6 +26,7 @@ from ntp.config import (
     parse_as,
 )
 from ntp.errors import ConfigError, NtpError, PlanError
+from ntp.model_config import Recompute
 from ntp.plan import make_plan
 
 _MOST_GPUS = 1 << 22
@@ -57,7 +58,7 @@ class Batch(Section):
     global_batch: Positive
     micro_batch: Positive = 1
     grad_group: Positive = 1
-    recompute: Literal["none", "pointwise", "attention", "block"] = "none"
+    recompute: Recompute = "none"
 
 
 class Job(Section):

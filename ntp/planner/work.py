@@ -131,13 +131,11 @@ def _computed_again(batch: Batch) -> int:
 def _bytes_per_token(job: Job, rank: RankLoad) -> int:
     hidden, head_dim = job.model.hidden_size, job.model.head_dim
     queries, keys = rank.heads * head_dim, rank.kv_heads * head_dim
-    entering = (queries + rank.ffn) + (
-        queries + 2 * keys + 2 * rank.ffn
-    )  # cut products, forward and backward
+    forward, backward = queries + rank.ffn, queries + 2 * keys + 2 * rank.ffn  # what enters cut products
     layer = (_NORM + _FINISH * _SUMS) * hidden + _SWIGLU * rank.ffn + _ROPE * (queries + keys)
     if job.batch.recompute == "pointwise":
         layer += _NORM_AGAIN * hidden + _SWIGLU_AGAIN * rank.ffn
-    return rank.layers * (layer + _ROW_NORMS * entering) + _LOGITS * rank.vocab
+    return rank.layers * (layer + _ROW_NORMS * (forward + backward)) + _LOGITS * rank.vocab
 
 
 @dataclass(frozen=True, slots=True)

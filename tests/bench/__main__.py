@@ -28,6 +28,7 @@ from ntp.model import Model
 from ntp.parameters import parameter_specs
 from ntp.plan import make_plan
 from ntp.trainer import Trainer, make_weights
+from tests.bench.sequences import whole_sequences
 from tests.bench.stock import StockModel, StockOptimizer
 
 _PEAK = 989e12  # dense bf16 of an H100
@@ -44,10 +45,7 @@ class _OneDocument(Dataset):
         numbers, length = list(numbers), self._config.train.seq_len
         generator = torch.Generator().manual_seed(numbers[0])
         tokens = torch.randint(self._config.model.vocab_size, (len(numbers), length + 1), generator=generator)
-        documents = torch.arange(len(numbers), dtype=torch.int32).repeat_interleave(length)
-        positions = torch.arange(length, dtype=torch.int32).repeat(len(numbers))
-        inputs, targets = tokens[:, :-1].reshape(-1), tokens[:, 1:].reshape(-1)
-        return Batch(inputs, targets, documents, positions, inputs.numel())
+        return whole_sequences(tokens[:, :-1].reshape(-1), tokens[:, 1:].reshape(-1), length)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from ntp.data import Batch, Dataset, Datasets, datasets_of
 from ntp.learning_rate import learning_rate
 from ntp.plan import make_plan
 from ntp.trainer import Trainer
+from tests.bench.sequences import whole_sequences
 from tests.bench.stock import StockModel, StockOptimizer
 
 _SEEDS = (0, 1, 2)
@@ -28,17 +29,14 @@ _PARTS = 10
 
 
 class _WholeSequences(Dataset):
-    """The same tokens, without borders of documents: stock attention knows none."""
+    """The same tokens, without borders of documents."""
 
     def __init__(self, dataset: Dataset, seq_len: int):
         self._dataset, self._seq_len = dataset, seq_len
 
     def batch(self, numbers: Iterable[int]) -> Batch:
         batch = self._dataset.batch(numbers)
-        sequences = batch.inputs.numel() // self._seq_len
-        documents = torch.arange(sequences, dtype=torch.int32).repeat_interleave(self._seq_len)
-        positions = torch.arange(self._seq_len, dtype=torch.int32).repeat(sequences)
-        return Batch(batch.inputs, batch.targets, documents, positions, batch.target_tokens)
+        return whole_sequences(batch.inputs, batch.targets, self._seq_len)
 
 
 def main() -> None:
