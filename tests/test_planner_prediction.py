@@ -35,6 +35,8 @@ def test_two_replicas_exchange_as_many_partial_sums_as_the_tree_leaves():
     even = prediction("parallel.tp=1", "train.global_batch=32")  # 16 groups: one sum each
     assert even.exchange == pytest.approx(ELEMENTS / 2 * 2 * 4 / 175e9)
     assert even.update < found.update
+    moved = 46 + 12 + 8 * 4 + 7 * 12 + 2 * 4  # the other replica's sum, 8 groups of its own, what is sent
+    assert even.update == pytest.approx(ELEMENTS * moved / 3000e9)
     once = prediction("parallel.tp=1", "train.global_batch=32", "optimizer.copies=1")
     assert once.exchange == pytest.approx(ELEMENTS / 2 * (4 + 2) / 175e9)  # parameters come back
 

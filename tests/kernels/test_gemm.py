@@ -79,6 +79,20 @@ def test_cut_integers_are_the_product_on_the_grid(integers, form: str, rows: int
     assert torch.equal(total.double() - correction, expected)
 
 
+def test_a_chain_that_crosses_zero_is_the_product_on_the_grid(
+    integers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut_scale, "LONG_CONTRACTION", 8 * 16 - 1)
+    monkeypatch.setattr(cut_scale, "SEGMENT", 96)  # long: 48, three units
+    monkeypatch.setattr(cut_scale, "CROSSING", 1)
+    a, w = integers(5, 8, 16), integers(8, 16, 48)
+    row_scale, column_scale = scales(a, w)
+    total = gemm.cut_matmul(a, w, row_scale, column_scale, 8)
+    correction = 1 - 1 + 1  # 3/128 of 48, 96 and 128 products, rounded down: one for each side of zero
+    expected = torch.ldexp(exact(a, w), 23 - grid_exponent(row_scale, column_scale))
+    assert torch.equal(total.double() - correction, expected)
+
+
 @pytest.mark.parametrize("form", ["chain", "leaf", "long chain"])
 def test_any_cut_of_the_units_adds_up(integers, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Segments of three units: cuts fall inside segments and on their borders.
