@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 
 _COLUMNS = 1024
-_RUN = 16
-_COUNTED = 1 << 15
+_RUN = 12
+_COUNTED = 1 << 14
 """More tokens than these go to a radix sort."""
-_RANKED = 8
-_AT_ONCE = 1024
-_RANK_WARPS = 4
-_GRADIENT_COLUMNS = 1024
-_GRADIENT_WARPS = 4
+_RANKED = 16
+_AT_ONCE = 512
+_RANK_WARPS = 8
+_GRADIENT_COLUMNS = 512
+_GRADIENT_WARPS = 2
 
 
 def embedding(ids: torch.Tensor, w: torch.Tensor, first_unit: int) -> torch.Tensor:

@@ -12,7 +12,8 @@ can add units in global unit order on any mesh. No atomics.
 
 # Triton types neither its launch keywords nor what its builtins return.
 # pyright: reportCallIssue=false, reportArgumentType=false
-# pyright: reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportReturnType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# ruff: noqa: RUF005 - tuples grow by addition in Triton
 
 from collections.abc import Iterator
 
@@ -81,7 +82,7 @@ def qk_norm_rope_backward(
     blocks = triton.cdiv(tokens, TOKEN_BLOCK)
     normed = q_weight is not None or k_weight is not None
     partial = qkv.new_empty((blocks, 2, units, size) if normed else (1,), dtype=torch.float32)
-    _backward_kernel[(blocks, units)](
+    _backward_kernel[(units, blocks)](
         dq, dk, dv, qkv, positions, cos, sin,
         qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, rstd,
         dqkv, partial, tokens, units,
@@ -193,16 +194,19 @@ def _forward_kernel(
 
 
 @triton.jit
-def _head_backward(d_low, d_high, a, b, rstd, cos, sin, weight_ptr, H: tl.constexpr, NORM: tl.constexpr):
-    """Return both halves of a head's gradient, and of its products for the norm's weight (zeros without)."""
-    u, w = d_low.to(tl.float32), d_high.to(tl.float32)
+def _head_backward(gradient, head, rstd, cos, sin, weight_ptr, H: tl.constexpr, NORM: tl.constexpr):
+    """Return both halves of a head's gradient, and of its products for the norm's weight (zeros without).
+
+    gradient, head: halves of the rotated head's gradient and, with a norm, of the head.
+    """
+    u, w = gradient[0].to(tl.float32), gradient[1].to(tl.float32)
     da, db = u * cos + w * sin, w * cos - u * sin
     product_a, product_b = da * 0.0, db * 0.0
     if NORM:
         lane = tl.arange(0, H // 2)[None, :]
         weight_a = tl.load(weight_ptr + lane).to(tl.float32)
         weight_b = tl.load(weight_ptr + H // 2 + lane).to(tl.float32)
-        a, b = a.to(tl.float32) * rstd, b.to(tl.float32) * rstd
+        a, b = head[0].to(tl.float32) * rstd, head[1].to(tl.float32) * rstd
         product_a, product_b = da * a, db * b
         mean = (tl.sum(product_a * weight_a + product_b * weight_b, axis=1) / H)[:, None]
         da, db = rstd * (da * weight_a - a * mean), rstd * (db * weight_b - b * mean)
@@ -222,51 +226,53 @@ def _backward_kernel(
     dqkv_ptr, partial_ptr, tokens, units, G: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
     STEP: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
 ):  # fmt: skip
-    """All heads of a unit for TOKENS tokens, STEP at a time: few rows in registers, few sums over threads."""
-    unit = tl.program_id(1)
+    """All heads of a unit for TOKENS tokens, STEP at a time: few rows in registers, few sums over threads.
+
+    Units come first in the grid, for neighbours to share pages of memory. A step's loads are all in flight
+    before its first store, which they may not pass.
+    """
+    unit = tl.program_id(0)
+    block = tl.program_id(1)
     q_sum_a = tl.zeros([STEP, H // 2], tl.float32)
     q_sum_b = tl.zeros([STEP, H // 2], tl.float32)
     k_sum_a = tl.zeros([STEP, H // 2], tl.float32)
     k_sum_b = tl.zeros([STEP, H // 2], tl.float32)
     for step in range(TOKENS // STEP):
-        row = (tl.program_id(0) * (TOKENS // STEP) + step).to(tl.int64) * STEP + tl.arange(0, STEP)
+        row = (block * (TOKENS // STEP) + step).to(tl.int64) * STEP + tl.arange(0, STEP)
         live = row < tokens
         mask = live[:, None]
         unit_row = row * units + unit
         source = unit_row * (G + 2)
-        cos, sin = _rotation(positions_ptr, cos_ptr, sin_ptr, row, live, H)
-        low, high = _load_halves(dq_ptr, unit_row * G, mask, H)
-        a, b, rstd = low, high, 1.0
-        if Q_NORM:
-            a, b = _load_halves(qkv_ptr, source, mask, H)
-            rstd = tl.load(rstd_ptr + unit_row * (G + 1), mask=live, other=0.0)[:, None]
+        gradients, heads, rstds = (), (), ()
+        for head in tl.static_range(G):
+            gradients = gradients + (_load_halves(dq_ptr, unit_row * G + head, mask, H),)
+        gradients = gradients + (_load_halves(dk_ptr, unit_row, mask, H),)
+        v_low, v_high = _load_halves(dv_ptr, unit_row, mask, H)
         for head in tl.static_range(G + 1):
-            # The next head's loads, before this one's stores: they may not pass them.
-            now_low, now_high, now_a, now_b, now_rstd = low, high, a, b, rstd
-            if head + 1 < G:
-                low, high = _load_halves(dq_ptr, unit_row * G + (head + 1), mask, H)
-            elif head + 1 == G:
-                low, high = _load_halves(dk_ptr, unit_row, mask, H)
+            if (head < G and Q_NORM) or (head == G and K_NORM):
+                heads = heads + (_load_halves(qkv_ptr, source + head, mask, H),)
+                rstd = tl.load(rstd_ptr + unit_row * (G + 1) + head, mask=live, other=0.0)
+                rstds = rstds + (rstd[:, None],)
             else:
-                low, high = _load_halves(dv_ptr, unit_row, mask, H)
-            if (head + 1 < G and Q_NORM) or (head + 1 == G and K_NORM):
-                a, b = _load_halves(qkv_ptr, source + (head + 1), mask, H)
-                rstd = tl.load(rstd_ptr + unit_row * (G + 1) + (head + 1), mask=live, other=0.0)[:, None]
+                heads = heads + (gradients[head],)  # not used
+                rstds = rstds + (1.0,)
+        cos, sin = _rotation(positions_ptr, cos_ptr, sin_ptr, row, live, H)
+        for head in tl.static_range(G + 1):
             if head < G:
                 da, db, product_a, product_b = _head_backward(
-                    now_low, now_high, now_a, now_b, now_rstd, cos, sin, q_weight_ptr, H, Q_NORM
+                    gradients[head], heads[head], rstds[head], cos, sin, q_weight_ptr, H, Q_NORM
                 )
                 q_sum_a += product_a
                 q_sum_b += product_b
             else:
                 da, db, product_a, product_b = _head_backward(
-                    now_low, now_high, now_a, now_b, now_rstd, cos, sin, k_weight_ptr, H, K_NORM
+                    gradients[head], heads[head], rstds[head], cos, sin, k_weight_ptr, H, K_NORM
                 )
                 k_sum_a += product_a
                 k_sum_b += product_b
             _store_halves(dqkv_ptr, source + head, mask, da, db, H)
-        _store_halves(dqkv_ptr, source + (G + 1), mask, low, high, H)
-    part = partial_ptr + (tl.program_id(0).to(tl.int64) * 2 * units + unit) * H
+        _store_halves(dqkv_ptr, source + (G + 1), mask, v_low, v_high, H)
+    part = partial_ptr + (block.to(tl.int64) * 2 * units + unit) * H
     if Q_NORM:
         _store_sums(part, q_sum_a, q_sum_b, H)
     if K_NORM:

@@ -58,24 +58,22 @@ def measure_ceiling() -> Ceiling:
 
 
 def interleaved(
-    calls: Sequence[Call], rounds: int = 7, budget_us: float = 3000.0, *, graphs: bool = False
+    calls: Sequence[Call], rounds: int = 15, budget_us: float = 1500.0, *, graphs: bool = False
 ) -> list[float]:
     """Median microseconds of each call, timed in turns so that the card's clock favours none.
 
-    A turn repeats its call for about `budget_us`; the first turn of each is warm-up and counts for nothing.
+    A turn repeats its call for about `budget_us`; every other round takes the calls in reverse, since a call
+    finds the clock that the one before it left. The first turn of each is warm-up and counts for nothing.
     With `graphs` a turn is one replay of a CUDA graph, so that launches of small kernels do not count.
     """
     repeats = [max(1, min(50, round(budget_us / _elapsed(call, 2)))) for call in calls]
     if graphs:
         calls = [_captured(call, n).replay for call, n in zip(calls, repeats, strict=True)]
-    turns = [
-        [
-            _elapsed(call, 1) / n if graphs else _elapsed(call, n)
-            for call, n in zip(calls, repeats, strict=True)
-        ]
-        for _ in range(rounds)
-    ]
-    return [statistics.median(times) for times in zip(*turns, strict=True)]
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(rounds):
+        for i in range(len(calls)) if turn % 2 == 0 else reversed(range(len(calls))):
+            times[i].append(_elapsed(calls[i], 1) / repeats[i] if graphs else _elapsed(calls[i], repeats[i]))
+    return [statistics.median(each) for each in times]
 
 
 def _captured(call: Call, repeats: int) -> torch.cuda.CUDAGraph:
