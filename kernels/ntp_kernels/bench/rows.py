@@ -58,12 +58,12 @@ def measure_ceiling() -> Ceiling:
 
 
 def interleaved(
-    calls: Sequence[Call], rounds: int = 15, budget_us: float = 1500.0, *, graphs: bool = False
+    calls: Sequence[Call], rounds: int = 31, budget_us: float = 600.0, *, graphs: bool = False
 ) -> list[float]:
     """Median microseconds of each call, timed in turns so that the card's clock favours none.
 
-    A turn repeats its call for about `budget_us`; every other round takes the calls in reverse, since a call
-    finds the clock that the one before it left. The first turn of each is warm-up and counts for nothing.
+    A turn repeats its call for about `budget_us`, short enough that the card's power, and with it the clock,
+    is that of all calls together; every other round takes them in reverse.
     With `graphs` a turn is one replay of a CUDA graph, so that launches of small kernels do not count.
     """
     repeats = [max(1, min(50, round(budget_us / _elapsed(call, 2)))) for call in calls]
