@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ntp.exchange import CutExchange
 from ntp.plan import Plan
+
+if TYPE_CHECKING:
+    from ntp.delivery import Delivery, Incoming
+    from ntp.peer_delivery import PeerDelivery
 
 ReduceOp = Literal["sum", "max"]
 
@@ -110,6 +114,11 @@ class Group(ABC):
     def confirm(self) -> None:
         """Raise if what the host has just read of a result may be garbage, because the group was aborted."""
         return
+
+    def peer_delivery(self, incoming: "Incoming") -> "Delivery | None":
+        """How gradients travel through peers' memory, None where they cannot; collective (`ntp.delivery`)."""
+        del incoming
+        return None
 
     def _make_exchange(self) -> CutExchange:
         return CutExchange(self)
@@ -202,6 +211,7 @@ class TorchGroup(Group):
         self._check = check
         self._device = device or torch.device("cpu")
         self._through_peers = through_peers and self._device.type == "cuda"
+        self._peer_delivery: PeerDelivery | None = None
         self._aborting = threading.Lock()
         self._aborted = False
 
@@ -231,6 +241,8 @@ class TorchGroup(Group):
             self._aborted = True
         if self._exchange is not None:
             self._exchange.release()
+        if self._peer_delivery is not None:
+            self._peer_delivery.memory.release()
         process_group = self._process_group
         if process_group is not None:
             process_group.abort()
@@ -239,6 +251,9 @@ class TorchGroup(Group):
         """Give the connections up, so that peers that wait for this rank fail at once."""
         if self._exchange is not None:
             self._exchange.close()
+        if self._peer_delivery is not None:
+            self._peer_delivery.memory.release()
+            self._peer_delivery.memory.close()
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             dist.destroy_process_group(process_group)
@@ -252,6 +267,18 @@ class TorchGroup(Group):
             yield self._process_group
         except RuntimeError as error:
             raise PeerLostError(str(error)) from error
+
+    def peer_delivery(self, incoming: "Incoming") -> "Delivery | None":
+        """See `Group`."""
+        if not self._through_peers or self.size == 1:
+            return None
+        from ntp.peer_delivery import PeerDelivery  # needs CUDA
+        from ntp.peer_memory import all_reach_all
+
+        if not all_reach_all(self):
+            return None
+        self._peer_delivery = PeerDelivery(self, incoming, self._check)
+        return self._peer_delivery
 
     def _make_exchange(self) -> CutExchange:
         if not self._through_peers:

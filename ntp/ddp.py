@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ntp.buffers import NonuniformTPParamAndGradBuffer, ParamAndGradBuffer
 from ntp.collectives import Mesh
+from ntp.delivery import CollectiveDelivery, Delivery
 from ntp.parameters import ParameterSpec
 from ntp.plan import Plan
-from ntp.reshard import Manifest, Parcel, post
+from ntp.reshard import Manifest
 from ntp.schedule import Node, complete, fold_of
 
 Gradients = Mapping[tuple[str, int], Tensor]
@@ -61,7 +62,7 @@ class DistributedDataParallel:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         overlap: bool = True,
-        bucket_elements: int = 1 << 22,
+        bucket_elements: int = 1 << 25,
     ):
         self.buffer = self.buffer_class(specs, plan, mesh, dtype, torch.device(device))
         self._plan = plan
@@ -74,7 +75,8 @@ class DistributedDataParallel:
         travels = self.buffer.group.size > 1 and self.buffer.parameters.is_cuda
         self._side = torch.cuda.Stream(self.buffer.parameters.device) if travels else None
         self._missing: list[set[str]] = []
-        self._parcels: list[Parcel] = []
+        self._started = 0
+        self._delivery = self._new_delivery()
         for spec in self.buffer.specs:
             weights[spec.name].data = self.buffer.view(self.buffer.parameters, spec)
 
@@ -97,12 +99,12 @@ class DistributedDataParallel:
 
     def sync(self) -> Gradients:
         """Finish the exchange and return this rank's slices of the summed gradient."""
-        while len(self._parcels) < len(self._buckets):
+        while self._started < len(self._buckets):
             self._start()
         gradients: dict[tuple[str, int], Tensor] = {}
-        for manifest, parcel in zip(self._manifests, self._parcels, strict=True):
-            gradients |= self._complete(manifest, parcel.wait())
-        self._parcels = []
+        for manifest, pieces in zip(self._manifests, self._delivery.finish(), strict=True):
+            gradients |= self._complete(manifest, pieces)
+        self._started = 0
         for weight in self._weights.values():
             weight.on_grad_ready = None
         self.buffer.clear()
@@ -112,7 +114,7 @@ class DistributedDataParallel:
         """Give up parameters and gradients, and what the weights hold of them."""
         for weight in self._weights.values():
             weight.data, weight.main_grad, weight.on_grad_ready = weight.data.new_empty(0), None, None
-        self._parcels = []
+        self._delivery.drop()
         self.buffer.retire()
 
     def _watch(self) -> None:
@@ -123,24 +125,30 @@ class DistributedDataParallel:
     def _ready(self, place: int, name: str) -> Callable[[], None]:
         def ready() -> None:
             self._missing[place].discard(name)
-            while len(self._parcels) < len(self._buckets) and not self._missing[len(self._parcels)]:
+            while self._started < len(self._buckets) and not self._missing[self._started]:
                 self._start()
 
         return ready
 
     def _start(self) -> None:
         """Start the exchange of the next bucket; every rank starts them in the same order."""
-        place = len(self._parcels)
-        bucket, manifest = self._buckets[place], self._manifests[place]
-        incoming = [(part.peer, part.elements) for part in manifest.receives for _ in self._nodes[part.peer]]
-        like = self.buffer.parameters.new_empty(0, dtype=torch.float32)
+        bucket, manifest = self._buckets[self._started], self._manifests[self._started]
         with self._beside():
             self.buffer.merge(self._merges, bucket.start, bucket.stop)
             sums = self.buffer.sums(self._merges)
             outgoing = [
                 (part.peer, self.buffer.rectangle(s, part)) for part in manifest.sends for _, s in sums
             ]
-            self._parcels.append(post(self.buffer.group, outgoing, incoming, like))
+            self._delivery.start(self._started, outgoing)
+        self._started += 1
+
+    def _new_delivery(self) -> Delivery:
+        incoming = [
+            [(part.peer, part.elements) for part in manifest.receives for _ in self._nodes[part.peer]]
+            for manifest in self._manifests
+        ]
+        group = self.buffer.group
+        return group.peer_delivery(incoming) or CollectiveDelivery(group, incoming, self.buffer.parameters)
 
     def _beside(self) -> AbstractContextManager[object]:
         """What is launched here runs, on a GPU, beside the backward and after what that has launched."""
@@ -149,7 +157,7 @@ class DistributedDataParallel:
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         return torch.cuda.stream(self._side)
 
-    def _complete(self, manifest: Manifest, pieces: list[Tensor]) -> dict[tuple[str, int], Tensor]:
+    def _complete(self, manifest: Manifest, pieces: Sequence[Tensor]) -> dict[tuple[str, int], Tensor]:
         sums: dict[tuple[str, int], dict[Node, Tensor]] = {}
         arrived = iter(pieces)
         for part in manifest.receives:

@@ -75,10 +75,11 @@ class GraphedSegments:
         self._group.exchange.flush()
         found: list[_Graphs] = []
         for segment in self._segments:
-            found.append(_Graphs(segment, self._group, self._studio, stream))
+            found.append(_Graphs(segment, self._group, self._studio, stream, bool(found)))
             stream = found[-1].outputs
+        grads: Tensors | None = None
         for graphs in reversed(found):
-            graphs.capture_backward()
+            grads = graphs.capture_backward(grads)
         return found
 
 
@@ -123,20 +124,31 @@ class _Replayed(Function):
 
 
 class _Graphs:
-    """Forward and backward of one segment, which write gradients to one buffer."""
+    """Forward and backward of one segment, which write gradients to one buffer.
 
-    def __init__(self, segment: Segment, group: Group, studio: _Studio, inputs: Sequence[Tensor]):
+    Args:
+        in_place: `inputs` stay where they are, as the outputs of another segment do.
+    """
+
+    def __init__(
+        self, segment: Segment, group: Group, studio: _Studio, inputs: Sequence[Tensor], in_place: bool
+    ):
         self._weights, self._group, self._studio = segment.weights, group, studio
-        self._inputs = [torch.empty_like(x).requires_grad_() for x in inputs]
+        self._inputs = [(x.detach() if in_place else torch.empty_like(x)).requires_grad_() for x in inputs]
         self._forward, self.outputs = self._capture(lambda: segment.run(*self._inputs))
-        self._grads = [torch.empty_like(y) for y in self.outputs]
+        self._grads: Sequence[Tensor] = ()
         self._backward: _Captured | None = None
         self._input_grads: Tensors = ()
 
-    def capture_backward(self) -> None:
-        """Record the backward, after those of all later segments."""
+    def capture_backward(self, grads: Tensors | None) -> Tensors:
+        """Record the backward, after those of all later segments; return the gradients of the inputs.
+
+        `grads`: where those of the outputs will be, if another segment writes them.
+        """
+        self._grads = grads or [torch.empty_like(y) for y in self.outputs]
         self._backward, self._input_grads = self._capture(self._differentiate)
         self.outputs = tuple(y.detach() for y in self.outputs)
+        return self._input_grads
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensors:
         with torch.no_grad():

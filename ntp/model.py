@@ -33,7 +33,7 @@ from ntp.model_config import ModelConfig, Recompute
 from ntp.ops import document_bounds
 from ntp.weight import Weight
 
-_BLOCKS_OF_A_GRAPH = 8
+_BLOCKS_OF_A_GRAPH = 4
 
 
 class Tokens(Protocol):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _PAGE = 4096
 _HANDLE_BYTES = 64
 _RELEASE_EVERY_S = 0.002
+_UNIFIED = 4
+"""CU_MEMORYTYPE_UNIFIED: an address says which device it is of."""
 
 _retired: list[int] = []
 """Own memory that is used no more. Peers may write to it until they close theirs, which all of them have done
@@ -44,6 +46,20 @@ class DeviceStream:
         """Copy bytes between addresses, each here or at a peer."""
         if count:
             _succeed(_driver().cuMemcpyAsync(target, source, count, self._handle))
+
+    def copy_rows(self, target: int, source: Tensor) -> None:
+        """Copy [rows, columns], whose columns are adjacent, to adjacent rows at an address."""
+        rows, columns = source.shape
+        assert columns == 1 or source.stride(1) == 1
+        width, pitch = (count * source.element_size() for count in (columns, source.stride(0)))
+        if rows == 1 or width == pitch:
+            self.copy(target, source.data_ptr(), rows * width)
+        elif rows * width:
+            copy = _Copy2D(
+                srcMemoryType=_UNIFIED, srcDevice=source.data_ptr(), srcPitch=pitch,
+                dstMemoryType=_UNIFIED, dstDevice=target, dstPitch=width, WidthInBytes=width, Height=rows,
+            )  # fmt: skip
+            _succeed(_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), self._handle))
 
 
 class PeerMemory:
@@ -174,11 +190,29 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
 
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _ends = (
+        ("XInBytes", ctypes.c_size_t), ("Y", ctypes.c_size_t), ("MemoryType", ctypes.c_uint),
+        ("Host", ctypes.c_void_p), ("Device", ctypes.c_uint64), ("Array", ctypes.c_void_p),
+        ("Pitch", ctypes.c_size_t),
+    )  # fmt: skip
+    _fields_ = (
+        *(("src" + name, kind) for name, kind in _ends),
+        *(("dst" + name, kind) for name, kind in _ends),
+        ("WidthInBytes", ctypes.c_size_t),
+        ("Height", ctypes.c_size_t),
+    )
+
+
 def _allocate(count: int, device: torch.device) -> int:
     """Zeroed memory that can be exported."""
     address = ctypes.c_uint64()
     torch.cuda.synchronize(device)  # makes the context current
-    _succeed(_driver().cuMemAlloc_v2(ctypes.byref(address), count))
+    if _driver().cuMemAlloc_v2(ctypes.byref(address), count) != 0:
+        torch.cuda.empty_cache()  # PyTorch keeps what it has freed
+        _succeed(_driver().cuMemAlloc_v2(ctypes.byref(address), count))
     _succeed(_driver().cuMemsetD8_v2(address, 0, count))
     torch.cuda.synchronize(device)
     return address.value
@@ -209,6 +243,7 @@ def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
     address, stream, word, count = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t
     driver.cuMemcpyAsync.argtypes = [address, address, count, stream]
+    driver.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Copy2D), stream]
     driver.cuStreamWriteValue32_v2.argtypes = [stream, address, word, ctypes.c_uint]
     driver.cuStreamCreate.argtypes = [ctypes.POINTER(stream), ctypes.c_uint]
     driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(address), count]
