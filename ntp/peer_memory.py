@@ -82,6 +82,7 @@ class PeerMemory:
         for size in (4 * self._words, *sizes):
             self._offsets.append(self._offsets[-1] + -(-size // _PAGE) * _PAGE)
         own = _allocate(self._offsets[-1], device)
+        self._context = _context()
         try:
             handles = group.all_gather(_export(own).to(device).unsqueeze(0), [1] * self.size).cpu()
             group.confirm()
@@ -132,11 +133,12 @@ class PeerMemory:
         _retired.append(self._bases[self.rank])
 
     def _release(self) -> None:
-        with torch.cuda.device(self._device):  # a thread begins without a context
-            while not self._closed.wait(_RELEASE_EVERY_S):
-                for word in range(self._words):
-                    address = self._bases[self.rank] + 4 * word
-                    _succeed(_driver().cuStreamWriteValue32_v2(_releasing_stream(), address, 1, 0))
+        # A thread begins without a context, and PyTorch sets none where the device is the first one.
+        _succeed(_driver().cuCtxSetCurrent(self._context))
+        while not self._closed.wait(_RELEASE_EVERY_S):
+            for word in range(self._words):
+                address = self._bases[self.rank] + 4 * word
+                _succeed(_driver().cuStreamWriteValue32_v2(_releasing_stream(), address, 1, 0))
 
     def _theirs(self, rank: int, signal: int) -> int:
         """Address of the word by which this rank tells `rank`."""
@@ -188,6 +190,14 @@ def _reaches(mine: int, theirs: int | None) -> bool:
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+def _context() -> int:
+    """What the driver's calls of this thread work in."""
+    context = ctypes.c_void_p()
+    _succeed(_driver().cuCtxGetCurrent(ctypes.byref(context)))
+    assert context.value is not None
+    return context.value
 
 
 class _Copy2D(ctypes.Structure):
@@ -242,6 +252,8 @@ def _succeed(code: int) -> None:
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
     address, stream, word, count = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t
+    driver.cuCtxGetCurrent.argtypes = [ctypes.POINTER(stream)]
+    driver.cuCtxSetCurrent.argtypes = [stream]
     driver.cuMemcpyAsync.argtypes = [address, address, count, stream]
     driver.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Copy2D), stream]
     driver.cuStreamWriteValue32_v2.argtypes = [stream, address, word, ctypes.c_uint]
