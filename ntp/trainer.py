@@ -199,12 +199,13 @@ class Trainer:
         self._watch.enter(Phase.EXCHANGE, step)
         gradients = self.ddp.sync()
         loss, tokens, self.switch, told = self._combine(losses, self.config.train.global_batch, figures)
-        self._rebalance(told)
         before_commit()
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         self._ballot = _Ballot(step, loss, tokens, rate)
         self._watch.enter(Phase.VOTE, step)
-        return self.optimizer.vote(gradients, tokens)
+        norm = self.optimizer.vote(gradients, tokens)
+        self._rebalance(told)  # not before the vote, which raises where what was told may be garbage
+        return norm
 
     def finish(self, norm: float) -> StepResult:
         """Make the update that the vote on `norm` has decided; local.
@@ -268,7 +269,7 @@ class Trainer:
         return self._measurement.figures(self.stopwatch.microseconds(), room)
 
     def _rebalance(self, told: Sequence[int]) -> None:
-        """Take over other shares, in the step in which all workers have heard the last of the figures."""
+        """Take over other shares for what is computed next, once all workers have heard the last figures."""
         balance = self._measurement.hear(told) if self._measurement is not None else None
         if balance is not None:
             self.balance, self._measurement = balance, None

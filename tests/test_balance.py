@@ -1,6 +1,8 @@
 """Groups by measured speed: the best shares for the times that were seen, and the same bits as by degree."""
 
+import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from hypothesis import strategies as st
 from ntp import balance
 from ntp.balance import Measurement, decide, is_worth_measuring
 from ntp.data import datasets_of
+from ntp.life import _Era
+from ntp.meter import Meter
 from ntp.plan import make_plan
-from ntp.protocol import Phase
+from ntp.protocol import Phase, metrics_key
 from ntp.stopwatch import Stopwatch
 from ntp.testing import simulate
-from ntp.trainer import Trainer
+from ntp.trainer import StepResult, Trainer
 from tests import test_recovery
 from tests.shapes import LLAMA, make_config
 from tests.training import train
@@ -154,6 +158,21 @@ def test_a_stopwatch_reads_what_lies_between_start_and_stop():
     threading.Event().wait(0.02)
     watch.stop()
     assert 20_000 <= watch.microseconds() < 20_000_000
+
+
+def test_the_outcome_is_recorded_once():
+    plan = make_plan(config_of({"dp": 2, "tp": 4}, global_batch=28), {7})
+    found = decide(plan, told(plan, {4: 30, 3: 30}), [AMPLE] * 7)
+    said, put = [], {}
+    job = SimpleNamespace(rank=0, say=said.append)
+    control = SimpleNamespace(put=lambda key, text: put.update({key: json.loads(text)}))
+    era = _Era(job, control, Meter(None, CPU), plan, None, None, 0.0)
+    for step, outcome in ((7, None), (8, found), (9, found)):
+        era._post_metrics(StepResult(step, 1.0, 1.0, 1.0, 1), 1.0, None, outcome)
+    lines = [put[metrics_key(step)] for step in (7, 8, 9)]
+    assert [line.get("balance") for line in lines] == [None, found.to_json(), None]
+    assert [line.get("notes") for line in lines] == [None, [str(found)], None]
+    assert said == [str(found)]
 
 
 class FakeStopwatch(Stopwatch):
