@@ -117,6 +117,16 @@ class ParamAndGradBuffer:
                 pending, stop = [], start
         return tuple(found)
 
+    def reassign(self, plan: Plan) -> None:
+        """Take over a plan with other groups for the replicas (`Plan.with_shares`), between two steps."""
+        self.plan, self.replica = plan, plan.replica_of(self.rank)
+        self.fold = fold_of(self.replica.groups, plan.groups)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one flat gradient tensor."""
+        return self.parameters.numel() * torch.float32.itemsize
+
     @property
     def gradients(self) -> Tensor:
         """The flat gradient tensor of the group under way."""

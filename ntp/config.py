@@ -73,6 +73,7 @@ class ParallelConfig(Section):
     min_degree: Positive = 1
     overlap_exchange: bool = True  # exchange gradients behind the backward pass
     exchange: Literal["peer", "collective"] = "peer"  # of cut products; peer: in GPUs' memory, where in reach
+    balance: Literal["measured", "degree"] = "measured"  # groups by each degree's speed, or by degree
     rank_map: tuple[Count, ...] | None = None  # the process rank at each coordinate; null = the same number
 
     @property

@@ -65,13 +65,11 @@ class DistributedDataParallel:
         bucket_elements: int = 1 << 25,
     ):
         self.buffer = self.buffer_class(specs, plan, mesh, dtype, torch.device(device))
-        self._plan = plan
         self._weights = weights
         self._overlap = overlap
         self._buckets = self.buffer.buckets(bucket_elements)
         self._manifests = [self.buffer.gradient_manifest(bucket.specs) for bucket in self._buckets]
-        self._nodes = _nodes_by_rank(plan)
-        self._merges = self.buffer.fold.merges[-1] if self.buffer.fold.merges else 0
+        self._follow(plan)
         travels = self.buffer.group.size > 1 and self.buffer.parameters.is_cuda
         self._side = torch.cuda.Stream(self.buffer.parameters.device) if travels else None
         self._missing: list[set[str]] = []
@@ -110,12 +108,22 @@ class DistributedDataParallel:
         self.buffer.clear()
         return gradients
 
+    def reassign(self, plan: Plan) -> None:
+        """Take over a plan with other groups for the replicas (`Plan.with_shares`), between two steps."""
+        assert not self._parcels, "the exchange of a step is under way"
+        self.buffer.reassign(plan)
+        self._follow(plan)
+
     def retire(self) -> None:
         """Give up parameters and gradients, and what the weights hold of them."""
         for weight in self._weights.values():
             weight.data, weight.main_grad, weight.on_grad_ready = weight.data.new_empty(0), None, None
         self._delivery.drop()
         self.buffer.retire()
+
+    def _follow(self, plan: Plan) -> None:
+        self._plan, self._nodes = plan, _nodes_by_rank(plan)
+        self._merges = self.buffer.fold.merges[-1] if self.buffer.fold.merges else 0
 
     def _watch(self) -> None:
         for place, bucket in enumerate(self._buckets):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from ntp.balance import Balance
 from ntp.checkpoint.session import Checkpoints
 from ntp.collectives import Group, MembershipChangedError, Mesh, PeerLostError, TorchFabric, build_mesh
 from ntp.config import Config
@@ -183,6 +184,7 @@ class _Era:
         self._reports = job.rank == plan.reporter
         self._trainer: Trainer | None = None
         self._recovery: RecoveryTimes | None = None
+        self._balance: Balance | None = None  # that the user has been told of
         self._settled = 0.0
         self._replayed = 0
         self._checkpoints = mesh and Checkpoints(
@@ -315,13 +317,18 @@ class _Era:
         every = self._job.config.train.eval_every
         held_out = trainer.evaluate() if every and result.step % every == 0 else None
         if self._reports:
-            self._post_metrics(result, seconds, held_out)
+            self._post_metrics(result, seconds, held_out, trainer.balance)
         self._job.watch.enter(Phase.CHECKPOINT, result.step)
 
-    def _post_metrics(self, result: StepResult, seconds: float | None, held_out: float | None = None) -> None:
+    def _post_metrics(
+        self, result: StepResult, seconds: float | None, held_out: float | None, balance: Balance | None
+    ) -> None:
         line = metrics_line(result, seconds, self._plan.generation)
         if held_out is not None:
             line["held_out_loss"] = held_out
+        if balance is not self._balance and balance is not None:
+            self._balance, line["balance"] = balance, balance.to_json()
+            self._notes.add(str(balance))
         line |= self._meter.read()
         notes = self._notes.take()
         if notes:
@@ -351,6 +358,8 @@ class _Era:
             wall_s = time.monotonic() - self._started
             values = summary(self._plan, trainer.committed, trainer.result, hashes, usage, wall_s)
             values |= {"checkpoints": self._checkpoints.figures.to_json(), "notes": self._notes.take()}
+            if trainer.balance is not None:
+                values["balance"] = trainer.balance.to_json()
             self._control.put(FINISHED, json.dumps(values))
         while not self._control.has(FINISHED):
             self._control.check()

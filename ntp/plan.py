@@ -8,7 +8,7 @@ its coordinate, unless `parallel.rank_map` puts another one there: that moves wo
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ntp.config import Config, ParallelConfig
 from ntp.errors import PlanError
@@ -104,6 +104,16 @@ class Plan:
         """The microbatches of one gradient group, in the order in which they are folded."""
         return range(self.microbatches)[group * self.group_size : (group + 1) * self.group_size]
 
+    def with_shares(self, shares: Sequence[range]) -> "Plan":
+        """The same plan with other groups for each of `replicas`; who owns what stays as it is."""
+        replicas = (
+            replace(
+                replica, groups=share, microbatches=_microbatches(share, self.group_size, self.microbatches)
+            )
+            for replica, share in zip(self.replicas, shares, strict=True)
+        )
+        return replace(self, replicas=tuple(replicas))
+
     def replica_of(self, rank: int) -> Replica:
         """The replica that `rank` works in; KeyError for a standby."""
         for replica in self.replicas:
@@ -198,7 +208,7 @@ def plan_units(
             members=members,
             owners=owners[len(members)],
             groups=share,
-            microbatches=range(microbatches)[share.start * group_size : share.stop * group_size],
+            microbatches=_microbatches(share, group_size, microbatches),
         )
         for (index, members), share in zip(kept.items(), shares, strict=True)
     )
@@ -256,6 +266,11 @@ def _keep(
         spilled += [rank for members in kept.values() for rank in members[degree:]]
         kept = {index: members[:degree] for index, members in kept.items()}
     return kept, tuple(dropped), spilled
+
+
+def _microbatches(share: range, group_size: int, microbatches: int) -> range:
+    """Those in a range of groups, of which the last one of a step may be short."""
+    return range(microbatches)[share.start * group_size : share.stop * group_size]
 
 
 def _reasons(dropped: tuple[tuple[int, str], ...]) -> str:

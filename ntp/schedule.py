@@ -8,6 +8,7 @@ nodes that cover its range; the optimizer owner completes the tree.
 """
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
@@ -48,14 +49,20 @@ def assign_groups(groups: int, speeds: Sequence[int]) -> tuple[range, ...]:
         groups: number of groups in a step.
         speeds: relative speed of each replica (its degree), at least 1 each.
     """
-    counts = [0] * len(speeds)
-    finish = [(1 / speed, place) for place, speed in enumerate(speeds)]
+    common = math.lcm(*speeds)
+    return assign_by_time(groups, [common // speed for speed in speeds])
+
+
+def assign_by_time(groups: int, times: Sequence[int]) -> tuple[range, ...]:
+    """As `assign_groups`, from what a group takes each replica: at least 1 each, in any unit."""
+    counts = [0] * len(times)
+    finish = [(time, place) for place, time in enumerate(times)]
     heapq.heapify(finish)
     for _ in range(groups):
-        _, place = heapq.heappop(finish)
+        end, place = heapq.heappop(finish)
         counts[place] += 1
-        heapq.heappush(finish, ((counts[place] + 1) / speeds[place], place))
-    stops = [sum(counts[: place + 1]) for place in range(len(speeds))]
+        heapq.heappush(finish, (end + times[place], place))
+    stops = [sum(counts[: place + 1]) for place in range(len(times))]
     return tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
 
 
@@ -70,6 +77,16 @@ class Fold:
 
     merges: tuple[int, ...]
     nodes: tuple[Node, ...]
+
+    @property
+    def depth(self) -> int:
+        """The most sums that stand on the stack at once."""
+        deepest = height = 0
+        for merges in self.merges:
+            height += 1
+            deepest = max(deepest, height)
+            height -= merges
+        return deepest
 
 
 def fold_of(mine: range, groups: int) -> Fold:

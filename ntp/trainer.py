@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ntp.balance import Balance, Measurement, is_worth_measuring
 from ntp.collectives import Mesh
 from ntp.config import Config, OptimizerConfig
 from ntp.data import Batch, Datasets
@@ -25,6 +26,7 @@ from ntp.parameters import ParameterSpec, parameter_specs
 from ntp.plan import Plan
 from ntp.protocol import Phase
 from ntp.reshard import holders
+from ntp.stopwatch import Stopwatch, spare
 from ntp.weight import Weight
 
 
@@ -112,6 +114,8 @@ class Trainer:
     Attributes:
         committed: the last step whose update this worker has made; its result is in `result`.
         switch: the workers have agreed to leave the generation after the last step.
+        balance: the shares by measured speed, from the step on in which they were agreed on.
+        stopwatch: times the groups of each step.
     """
 
     def __init__(
@@ -128,6 +132,10 @@ class Trainer:
         self.committed = 0
         self.result: StepResult | None = None
         self.switch = False
+        self.balance: Balance | None = None
+        self.stopwatch = Stopwatch(device)
+        measures = config.parallel.balance == "measured" and is_worth_measuring(plan)
+        self._measurement = Measurement(plan, mesh.rank) if measures else None
         self._ballot: _Ballot | None = None
         self._watch = watch or _Unwatched()
         self._datasets, self._device = datasets, device
@@ -184,15 +192,20 @@ class Trainer:
     def _vote(self, step: int, before_commit: Callable[[], None]) -> float:
         """Compute the gradients of a step and agree on their norm."""
         self._watch.enter(Phase.STEP, step)
+        figures = self._figures()
+        self.stopwatch.start()
         losses = self._accumulate(step)
+        self.stopwatch.stop()
         self._watch.enter(Phase.EXCHANGE, step)
         gradients = self.ddp.sync()
-        loss, tokens, self.switch = self._combine(losses)
+        loss, tokens, self.switch, told = self._combine(losses, self.config.train.global_batch, figures)
         before_commit()
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         self._ballot = _Ballot(step, loss, tokens, rate)
         self._watch.enter(Phase.VOTE, step)
-        return self.optimizer.vote(gradients, tokens)
+        norm = self.optimizer.vote(gradients, tokens)
+        self._rebalance(told)  # not before the vote, which raises where what was told may be garbage
+        return norm
 
     def finish(self, norm: float) -> StepResult:
         """Make the update that the vote on `norm` has decided; local.
@@ -248,20 +261,41 @@ class Trainer:
         first = (step - 1) * train.global_batch + index * train.micro_batch
         return self._datasets.train.batch(range(first, first + train.micro_batch)).to(self._device)
 
+    def _figures(self) -> Sequence[int]:
+        """What this worker has to tell of the step before, all of which the device has completed."""
+        if self._measurement is None:
+            return ()
+        room = spare(self._device, self.ddp.buffer.gradient_bytes)
+        return self._measurement.figures(self.stopwatch.microseconds(), room)
+
+    def _rebalance(self, told: Sequence[int]) -> None:
+        """Take over other shares for what is computed next, once all workers have heard the last figures."""
+        balance = self._measurement.hear(told) if self._measurement is not None else None
+        if balance is not None:
+            self.balance, self._measurement = balance, None
+            self.plan = self.plan.with_shares(balance.shares)
+            self.ddp.reassign(self.plan)
+
     def _combine(
-        self, losses: Mapping[int, tuple[Tensor, int]], sequences: int | None = None
-    ) -> tuple[float, int, bool]:
-        """Mean loss per token, tokens, and whether anyone wants a switch; sequences in canonical order."""
-        sequences = sequences or self.config.train.global_batch
-        bits = torch.zeros(sequences + 2, dtype=torch.int64, device=self._device)
+        self, losses: Mapping[int, tuple[Tensor, int]], sequences: int, figures: Sequence[int] = ()
+    ) -> tuple[float, int, bool, list[int]]:
+        """Mean loss per token, tokens, whether anyone wants a switch, and the sums of all workers' figures.
+
+        Sequences are added in canonical order.
+        """
+        bits = torch.zeros(sequences + len(figures) + 2, dtype=torch.int64, device=self._device)
         bits[-1] = self._watch.wants_switch()
+        for place, figure in enumerate(figures, start=sequences):
+            if figure:
+                bits[place] = figure
         if self.mesh.tensor.rank == 0:
             for first, (loss, tokens) in losses.items():
                 bits[first : first + loss.numel()] = loss.double().view(torch.int64)
                 bits[-2] += tokens
         self.mesh.workers.all_reduce(bits)  # each sequence is non-zero on one rank: bits are kept
         tokens = int(bits[-2])
-        return math.fsum(bits[:-2].view(torch.float64).tolist()) / tokens, tokens, bool(bits[-1])
+        loss = math.fsum(bits[:sequences].view(torch.float64).tolist()) / tokens
+        return loss, tokens, bool(bits[-1]), bits[sequences:-2].tolist() if figures else []
 
 
 def make_weights(specs: Sequence[ParameterSpec], plan: Plan, rank: int) -> dict[str, Weight]:

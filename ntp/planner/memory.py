@@ -64,8 +64,8 @@ def estimate_replica(config: Config, plan: Plan, place: int) -> Iterator[RankMem
     specs, replica, holders = parameter_specs(config.model), plan.replicas[place], len(plan.replicas)
     width = 2 if config.train.dtype == "bfloat16" else FLOAT
     held, kept = _sizes(specs), _kept(specs, place, holders, plan.copies)
-    nodes = [len(fold_of(other.groups, plan.groups).nodes) for other in plan.replicas]
-    depth = _depth(replica, plan.groups)
+    folds = [fold_of(other.groups, plan.groups) for other in plan.replicas]
+    nodes, depth = [len(fold.nodes) for fold in folds], folds[place].depth
     for position, rank in enumerate(replica.members):
         mine = _elements(held, replica, position)
         slices = _elements(kept, replica, position)
@@ -129,16 +129,6 @@ def _elements(sizes: _Sizes, replica: Replica, position: int) -> int:
 
 def _units(replica: Replica, kind: UnitKind, position: int) -> UnitRange:
     return replica.owners[kind][position]
-
-
-def _depth(replica: Replica, groups: int) -> int:
-    """The most gradient sums that stand on the stack at once."""
-    deepest = height = 0
-    for merges in fold_of(replica.groups, groups).merges:
-        height += 1
-        deepest = max(deepest, height)
-        height -= merges
-    return deepest
 
 
 def _activations(config: Config, replica: Replica, position: int, width: int) -> int:
