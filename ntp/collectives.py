@@ -277,6 +277,8 @@ class TorchGroup(Group):
 
         if not all_reach_all(self):
             return None
+        if self._peer_delivery is not None:
+            self._peer_delivery.memory.close()
         self._peer_delivery = PeerDelivery(self, incoming, self._check)
         return self._peer_delivery
 

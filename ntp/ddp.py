@@ -109,10 +109,14 @@ class DistributedDataParallel:
         return gradients
 
     def reassign(self, plan: Plan) -> None:
-        """Take over a plan with other groups for the replicas (`Plan.with_shares`), between two steps."""
-        assert not self._parcels, "the exchange of a step is under way"
+        """Take over a plan with other groups for the replicas (`Plan.with_shares`), between two steps.
+
+        Collective over the workers.
+        """
+        assert self._started == 0, "the exchange of a step is under way"
         self.buffer.reassign(plan)
         self._follow(plan)
+        self._delivery = self._new_delivery()
 
     def retire(self) -> None:
         """Give up parameters and gradients, and what the weights hold of them."""

@@ -10,10 +10,14 @@ from ntp.ddp import NonuniformTPDistributedDataParallel
 from ntp.parameters import parameter_specs
 from ntp.plan import make_plan
 from ntp.testing import SimulatedGroup, simulate
+from tests import test_balance
 from tests.late_delivery import LateDelivery
 from tests.shapes import LLAMA, QWEN, make_config
 from tests.test_identity import SHAPE, check, exchange
 from tests.training import train
+
+
+soon = test_balance.soon
 
 
 @pytest.fixture
@@ -51,3 +55,10 @@ def test_pushed_gradients_give_the_bits_of_one_rank(pushed, model, parallel, fai
     run = train(make_config(model, parallel=parallel, train=train_section), data, failed)
     assert run.steps == expected.steps
     assert run.hashes == expected.hashes
+
+
+def test_a_delivery_follows_other_shares_in_mid_run(pushed, soon):
+    """Shares by measured speed move groups between replicas, and with them what each of them sends."""
+    test_balance.test_shares_that_switch_in_mid_run_change_no_bit_of_any_step(
+        soon, {"dp": 2, "tp": 2}, (3,), "float32", overlap=True
+    )
