@@ -95,13 +95,13 @@ class DistributedDataParallel:
                 self.buffer.merge(merges, 0, flat.numel())
                 self.buffer.pop(merges)
 
-    def sync(self) -> Gradients:
-        """Finish the exchange and return this rank's slices of the summed gradient."""
+    def sync(self, places: Gradients | None = None) -> Gradients:
+        """Finish the exchange and return this rank's slices of the summed gradient, in `places` if given."""
         while self._started < len(self._buckets):
             self._start()
         gradients: dict[tuple[str, int], Tensor] = {}
         for manifest, pieces in zip(self._manifests, self._delivery.finish(), strict=True):
-            gradients |= self._complete(manifest, pieces)
+            gradients |= self._complete(manifest, pieces, places)
         self._started = 0
         for weight in self._weights.values():
             weight.on_grad_ready = None
@@ -169,7 +169,9 @@ class DistributedDataParallel:
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         return torch.cuda.stream(self._side)
 
-    def _complete(self, manifest: Manifest, pieces: Sequence[Tensor]) -> dict[tuple[str, int], Tensor]:
+    def _complete(
+        self, manifest: Manifest, pieces: Sequence[Tensor], places: Gradients | None
+    ) -> dict[tuple[str, int], Tensor]:
         sums: dict[tuple[str, int], dict[Node, Tensor]] = {}
         arrived = iter(pieces)
         for part in manifest.receives:
@@ -182,13 +184,21 @@ class DistributedDataParallel:
                     continue
                 whole = nodes.setdefault(node, piece.new_empty(len(carried), piece.shape[1]))
                 part.of(whole, carried, first=part.start).copy_(piece)
-        return {key: complete(nodes, self._plan.groups) for key, nodes in sums.items()}
+        groups = self._plan.groups
+        if places is None:
+            return {key: complete(nodes, groups) for key, nodes in sums.items()}
+        return {key: _complete_in(places[key], nodes, groups) for key, nodes in sums.items()}
 
 
 class NonuniformTPDistributedDataParallel(DistributedDataParallel):
     """Gradient synchronisation across replicas of any degrees: one exchange over mismatched shards."""
 
     buffer_class = NonuniformTPParamAndGradBuffer
+
+
+def _complete_in(place: Tensor, nodes: Mapping[Node, Tensor], groups: int) -> Tensor:
+    total = complete(nodes, groups, lambda left, right: torch.add(left, right, out=place))
+    return total if total is place else place.copy_(total)
 
 
 def _nodes_by_rank(plan: Plan) -> dict[int, tuple[Node, ...]]:

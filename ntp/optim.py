@@ -94,6 +94,11 @@ class DistributedOptimizer:
                 return [part.of(kept.of(flat), kept.units, kept.start) for flat in self.flats]
         raise AssertionError(f"{part.spec.name}: elements {part.start} to {part.stop} are not kept here")
 
+    @property
+    def places(self) -> Gradients:
+        """Where `vote` has the gradients of each slice: views `[units, elements]`."""
+        return {(part.spec.name, part.start): part.of(self._gradient) for part in self.slices}
+
     def commit(self, gradients: Gradients, tokens: int, learning_rate: float, step: int) -> float:
         """Clip, update and send the new parameters to their holders; collective over the workers.
 
@@ -114,10 +119,12 @@ class DistributedOptimizer:
     def vote(self, gradients: Gradients, tokens: int) -> float:
         """Take over the gradients and return the norm of their mean; collective over the workers.
 
-        A worker that gets the norm knows that every worker has its gradients of this step.
+        Those that are in `places` stay there. A worker that gets the norm knows that every worker has its
+        gradients of this step.
         """
-        for part in self.slices:
-            part.of(self._gradient).copy_(gradients[part.spec.name, part.start])
+        for key, place in self.places.items():
+            if gradients[key].data_ptr() != place.data_ptr():
+                place.copy_(gradients[key])
         return math.sqrt(self._square_sum()) / tokens
 
     def update(self, norm: float, tokens: int, learning_rate: float, step: int) -> None:

@@ -9,7 +9,8 @@ nodes that cover its range; the optimizer owner completes the tree.
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -119,15 +120,18 @@ class Summand(Protocol):
 T = TypeVar("T", bound=Summand)
 
 
-def complete(sums: Mapping[Node, T], groups: int) -> T:
-    """Finish the tree: the sum over all groups from nodes that together cover them once."""
+def complete(sums: Mapping[Node, T], groups: int, last: Callable[[T, T], T] = operator.add) -> T:
+    """Finish the tree: the sum over all groups from nodes that together cover them once.
 
-    def value(node: Node) -> T:
+    `last` makes the last addition, if there is one.
+    """
+
+    def value(node: Node, add: Callable[[T, T], T]) -> T:
         if node in sums:
             return sums[node]
         left, right = Node(node.level - 1, node.index * 2), Node(node.level - 1, node.index * 2 + 1)
         if right.first_group >= groups:
-            return value(left)
-        return value(left) + value(right)
+            return value(left, add)
+        return add(value(left, operator.add), value(right, operator.add))
 
-    return value(root_of(groups))
+    return value(root_of(groups), last)

@@ -197,7 +197,7 @@ class Trainer:
         losses = self._accumulate(step)
         self.stopwatch.stop()
         self._watch.enter(Phase.EXCHANGE, step)
-        gradients = self.ddp.sync()
+        gradients = self.ddp.sync(self.optimizer.places)
         loss, tokens, self.switch, told = self._combine(losses, self.config.train.global_batch, figures)
         before_commit()
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)

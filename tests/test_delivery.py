@@ -16,7 +16,6 @@ from tests.shapes import LLAMA, QWEN, make_config
 from tests.test_identity import SHAPE, check, exchange
 from tests.training import train
 
-
 soon = test_balance.soon
 
 
