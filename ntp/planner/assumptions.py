@@ -84,9 +84,10 @@ def gpu_assumptions(step: Step) -> str:
         f"{gpu.name}: {gpu.peak_tflops:g} TFLOP/s x {gpu.gemm_efficiency:g} in products, "
         f"x {gpu.attention_efficiency:g} in attention forward and x {gpu.attention_backward_efficiency:g} "
         f"backward, memory {gpu.hbm_gbytes_s:g} GB/s and {gpu.memory_gib:g} GiB, NVLink "
-        f"{gpu.nvlink_gbytes_s:g} GB/s, network {gpu.network_gbytes_s:g} GB/s, {step.overlap:.0%} of "
-        f"communication hidden, {step.sum_bytes} + {step.result_bytes} B an element summed in a replica; "
-        "whole units on the busiest rank; launches hidden, one document a sequence"
+        f"{gpu.nvlink_gbytes_s:g} GB/s in sums and {gpu.copies_gbytes_s:g} GB/s in copies of gradients, "
+        f"network {gpu.network_gbytes_s:g} GB/s, {step.overlap:.0%} of communication hidden, "
+        f"{step.sum_bytes} + {step.result_bytes} B an element summed in a replica; whole units on "
+        "the busiest rank; launches hidden, one document a sequence"
     )
 
 

@@ -88,7 +88,7 @@ def predict(config: Config, failed: Collection[int], domain_size: int, step: Ste
         raise StudyError(f"times: {step.times} has nothing to predict from; it has to be analytic")
     plan, plans, job = make_plan(config, failed), Plans(config), job_of(config)
     nvlink = len(plan.workers) <= domain_size
-    rate = step.gpu.nvlink_gbytes_s if nvlink else step.gpu.network_gbytes_s
+    rate = step.gpu.copies_gbytes_s if nvlink else step.gpu.network_gbytes_s
     nodes = [len(fold_of(replica.groups, plan.groups).nodes) for replica in plan.replicas]
     dp = len(plan.replicas)
     found: list[ReplicaTime] = []

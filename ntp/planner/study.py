@@ -114,7 +114,8 @@ class Gpu(Section):
     attention_backward_efficiency: Efficiency = 0.43
     memory_gib: PositiveFloat = 80.0
     hbm_gbytes_s: PositiveFloat = 3000.0
-    nvlink_gbytes_s: PositiveFloat = 175.0  # one direction
+    nvlink_gbytes_s: PositiveFloat = 175.0  # one direction, sums of a replica
+    copies_gbytes_s: PositiveFloat = 300.0  # one direction, gradients by copy engines
     network_gbytes_s: PositiveFloat = 50.0  # one direction
 
 
