@@ -270,12 +270,15 @@ class TorchGroup(Group):
 
     def peer_delivery(self, incoming: "Incoming") -> "Delivery | None":
         """See `Group`."""
-        if not self._through_peers or self.size == 1:
+        if not self._through_peers:
             return None
         from ntp.peer_delivery import PeerDelivery  # needs CUDA
-        from ntp.peer_memory import all_reach_all
+        from ntp.peer_memory import all_reach_all, free_retired
 
-        if not all_reach_all(self):
+        if self._peer_delivery is None:
+            free_retired()  # all have left earlier generations
+
+        if self.size == 1 or not all_reach_all(self):
             return None
         if self._peer_delivery is not None:
             self._peer_delivery.memory.close()

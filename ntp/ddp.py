@@ -24,6 +24,10 @@ from ntp.plan import Plan
 from ntp.reshard import Manifest
 from ntp.schedule import Node, complete, fold_of
 
+_AHEAD = 128
+"""Pieces that the host takes up before it waits for their arrival: a full queue of launches behind a wait for
+a dead peer would hold what the thread that ends the wait needs."""
+
 Gradients = Mapping[tuple[str, int], Tensor]
 """(Parameter name, first element of a slice) -> summed gradient of the slice, float32
 `[carried units, slice elements]`."""
@@ -100,8 +104,14 @@ class DistributedDataParallel:
         while self._started < len(self._buckets):
             self._start()
         gradients: dict[tuple[str, int], Tensor] = {}
-        for manifest, pieces in zip(self._manifests, self._delivery.finish(), strict=True):
+        buckets, arrived, pending = self._delivery.finish(), self._mark(), 0
+        for manifest, pieces in zip(self._manifests, buckets, strict=True):
             gradients |= self._complete(manifest, pieces, places)
+            pending += len(pieces)
+            if arrived is not None and pending > _AHEAD:
+                arrived.synchronize()
+                self.buffer.group.confirm()
+                arrived = None
         self._started = 0
         for weight in self._weights.values():
             weight.on_grad_ready = None
@@ -124,6 +134,14 @@ class DistributedDataParallel:
             weight.data, weight.main_grad, weight.on_grad_ready = weight.data.new_empty(0), None, None
         self._delivery.drop()
         self.buffer.retire()
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """On a GPU, the moment at which all that is launched by now is done."""
+        if self._side is None:
+            return None
+        mark = torch.cuda.Event()
+        mark.record()
+        return mark
 
     def _follow(self, plan: Plan) -> None:
         self._plan, self._nodes = plan, _nodes_by_rank(plan)

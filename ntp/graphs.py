@@ -10,6 +10,7 @@ group at hand, of which there are a few: each has graphs of its own, in the same
 """
 
 import gc
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from ntp.collectives import Group
 from ntp.weight import Weight
 
 Tensors = tuple[Tensor, ...]
+
+_AHEAD = 4
+"""Replays that the host may be ahead of the device, where ranks wait for each other in them. A full queue of
+launches would hold what the thread that ends waits for a dead peer needs."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class _Studio:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
+        self._replays: deque[torch.cuda.Event] = deque()
 
     def record(self, call: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
         """A graph of what `call` launches, and its results, which are there after a replay."""
@@ -110,6 +116,13 @@ class _Studio:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph, result
+
+    def keep_pace(self) -> None:
+        """Wait until the device is at most a few replays behind."""
+        self._replays.append(torch.cuda.Event())
+        self._replays[-1].record()
+        if len(self._replays) > _AHEAD:
+            self._replays.popleft().synchronize()
 
 
 class _Replayed(Function):
@@ -153,17 +166,22 @@ class _Graphs:
     def forward(self, inputs: Sequence[Tensor]) -> Tensors:
         with torch.no_grad():
             _place(self._inputs, inputs)
-        self._forward.replay(self._weights, self._group)
+        self._replay(self._forward)
         return tuple(y.detach() for y in self.outputs)
 
     def backward(self, grads: Sequence[Tensor]) -> Tensors:
         assert self._backward is not None
         self._group.exchange.flush()  # what others have left
         _place(self._grads, grads)
-        self._backward.replay(self._weights, self._group)
+        self._replay(self._backward)
         for weight in self._weights:
             weight.announce_grad()
         return tuple(dx.detach() for dx in self._input_grads)
+
+    def _replay(self, captured: "_Captured") -> None:
+        captured.replay(self._weights, self._group)
+        if self._group.size > 1:
+            self._studio.keep_pace()
 
     def _differentiate(self) -> Tensors:
         found = torch.autograd.grad(self.outputs, self._inputs, self._grads)

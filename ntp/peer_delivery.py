@@ -29,7 +29,7 @@ class PeerDelivery(PushingDelivery):
     def __init__(self, group: "Group", incoming: Incoming, check: Callable[[], None]):
         super().__init__(group, incoming)
         self._check = check
-        free_retired()  # all have left earlier generations, and closed what this delivery replaces
+        free_retired()  # all have closed what this delivery replaces
         counts, here = self._totals, group.rank
         self.memory = memory = PeerMemory(group, [4 * counts[here]], 1, group.device)
         self._addresses = [memory.address(place, 0) for place in range(group.size)]

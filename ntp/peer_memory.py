@@ -83,14 +83,18 @@ class PeerMemory:
             self._offsets.append(self._offsets[-1] + -(-size // _PAGE) * _PAGE)
         own = _allocate(self._offsets[-1], device)
         self._context = _context()
+        _releasing_stream()  # none can be made while a kernel waits
+        self._bases = [own] * self.size
         try:
             handles = group.all_gather(_export(own).to(device).unsqueeze(0), [1] * self.size).cpu()
             group.confirm()
-        except RuntimeError:
+            free_retired()
+            for rank in self.others:
+                self._bases[rank] = _open(handles[rank])
+        except RuntimeError as error:
+            self._close_others()
             _retired.append(own)
-            raise
-        free_retired()
-        self._bases = [own if rank == self.rank else _open(handles[rank]) for rank in range(self.size)]
+            raise _lost(error) from error
         kinds = range(signals)
         theirs = [[self._theirs(rank, signal) for rank in self.others] for signal in kinds]
         mine = [[self._mine(rank, signal) for rank in self.others] for signal in kinds]
@@ -128,9 +132,14 @@ class PeerMemory:
             return
         torch.cuda.synchronize(self._device)
         self._closed.set()
-        for rank in self.others:
-            _succeed(_driver().cuIpcCloseMemHandle(self._bases[rank]))
+        self._close_others()
         _retired.append(self._bases[self.rank])
+
+    def _close_others(self) -> None:
+        own = self._bases[self.rank]
+        for rank in self.others:
+            if self._bases[rank] != own:
+                _driver().cuIpcCloseMemHandle(self._bases[rank])  # of one that has died it may fail
 
     def _release(self) -> None:
         # A thread begins without a context, and PyTorch sets none where the device is the first one.
@@ -157,9 +166,12 @@ def free_retired() -> None:
 
 @cache
 def _releasing_stream() -> int:
-    """A stream that nothing else is in. PyTorch's are 32, given out by turns: one might hold what waits."""
-    stream, not_blocking = ctypes.c_void_p(), 1
-    _succeed(_driver().cuStreamCreate(ctypes.byref(stream), not_blocking))
+    """A stream that nothing else is in, nor in what the hardware makes of streams of other priorities.
+
+    PyTorch's are 32, given out by turns: one might hold what waits.
+    """
+    stream, not_blocking, first = ctypes.c_void_p(), 1, -128  # taken for the highest priority that there is
+    _succeed(_driver().cuStreamCreateWithPriority(ctypes.byref(stream), not_blocking, first))
     assert stream.value is not None
     return stream.value
 
@@ -243,6 +255,13 @@ def _open(handle: Tensor) -> int:
     return address.value
 
 
+def _lost(error: RuntimeError) -> RuntimeError:
+    """What a failure means while ranks give each other their memory: one of them has gone."""
+    from ntp.collectives import MembershipChangedError, PeerLostError
+
+    return error if isinstance(error, MembershipChangedError | PeerLostError) else PeerLostError(str(error))
+
+
 def _succeed(code: int) -> None:
     if code != 0:
         raise RuntimeError(f"a call of the CUDA driver failed with error {code}")
@@ -257,7 +276,7 @@ def _driver() -> ctypes.CDLL:
     driver.cuMemcpyAsync.argtypes = [address, address, count, stream]
     driver.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Copy2D), stream]
     driver.cuStreamWriteValue32_v2.argtypes = [stream, address, word, ctypes.c_uint]
-    driver.cuStreamCreate.argtypes = [ctypes.POINTER(stream), ctypes.c_uint]
+    driver.cuStreamCreateWithPriority.argtypes = [ctypes.POINTER(stream), ctypes.c_uint, ctypes.c_int]
     driver.cuMemAlloc_v2.argtypes = [ctypes.POINTER(address), count]
     driver.cuMemsetD8_v2.argtypes = [address, ctypes.c_ubyte, count]
     driver.cuMemFree_v2.argtypes = [address]

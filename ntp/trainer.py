@@ -241,7 +241,9 @@ class Trainer:
         flops = sum(weight.gemm_flops for weight in weights)
         largest = torch.tensor([held, flops], device=self._device)
         self.mesh.workers.all_reduce(largest, "max")
-        return Usage(*largest.tolist())
+        parameter_bytes, gemm_flops = largest.tolist()
+        self.mesh.workers.confirm()
+        return Usage(parameter_bytes, gemm_flops)
 
     def _accumulate(self, step: int) -> dict[int, tuple[Tensor, int]]:
         """Losses and target tokens of this replica's microbatches, by the number of their first sequence."""
@@ -273,8 +275,9 @@ class Trainer:
         balance = self._measurement.hear(told) if self._measurement is not None else None
         if balance is not None:
             self.balance, self._measurement = balance, None
-            self.plan = self.plan.with_shares(balance.shares)
-            self.ddp.reassign(self.plan)
+            if not balance.kept:
+                self.plan = self.plan.with_shares(balance.shares)
+                self.ddp.reassign(self.plan)
 
     def _combine(
         self, losses: Mapping[int, tuple[Tensor, int]], sequences: int, figures: Sequence[int] = ()
@@ -293,6 +296,8 @@ class Trainer:
                 bits[first : first + loss.numel()] = loss.double().view(torch.int64)
                 bits[-2] += tokens
         self.mesh.workers.all_reduce(bits)  # each sequence is non-zero on one rank: bits are kept
+        bits = bits.cpu()
+        self.mesh.workers.confirm()
         tokens = int(bits[-2])
         loss = math.fsum(bits[:sequences].view(torch.float64).tolist()) / tokens
         return loss, tokens, bool(bits[-1]), bits[sequences:-2].tolist() if figures else []

@@ -41,10 +41,13 @@ def test_pushes_between_any_two_degrees_arrive_in_their_places(pushed, degrees, 
     check(plan, specs, results, groups=7)
 
 
-@pytest.mark.parametrize("model", [LLAMA, QWEN])
 @pytest.mark.parametrize(
-    ("parallel", "failed"),
-    [({"dp": 2, "tp": 1}, ()), ({"dp": 3, "tp": 2}, ()), ({"dp": 2, "tp": 4}, (1, 2, 6))],
+    ("model", "parallel", "failed"),
+    [
+        (LLAMA, {"dp": 2, "tp": 1}, ()),
+        (LLAMA, {"dp": 3, "tp": 2}, ()),
+        (QWEN, {"dp": 2, "tp": 4}, (1, 2, 6)),
+    ],
 )
 def test_pushed_gradients_give_the_bits_of_one_rank(pushed, model, parallel, failed):
     train_section = {"steps": 3, "dtype": "bfloat16", "global_batch": 7}

@@ -44,9 +44,7 @@ def _calls(weight: Weight) -> Iterator[tuple[Op, Shape, Callable[[Tile], object]
 def _fastest(op: Op, run: Callable[[Tile], object]) -> Tile:
     """The first candidate, unless another one is faster by more than the noise."""
     tiles = CANDIDATES[op]
-    times = interleaved(
-        [lambda tile=tile: run(tile) for tile in tiles], rounds=11, budget_us=2500, graphs=True
-    )
+    times = interleaved([lambda tile=tile: run(tile) for tile in tiles], graphs=True)
     best = min(times)
     return tiles[0] if times[0] < 1.01 * best else tiles[times.index(best)]
 
