@@ -289,12 +289,10 @@ class TorchGroup(Group):
         if not self._through_peers:
             return CutExchange(self)
         from ntp.peer_exchange import PeerExchange  # needs CUDA
-        from ntp.peer_memory import all_reach_all, free_retired
+        from ntp.peer_memory import all_reach_all
 
-        if self.size == 1:
-            free_retired()
-            return CutExchange(self)
-        return PeerExchange(self, self._check) if all_reach_all(self) else CutExchange(self)
+        reach = self.size > 1 and all_reach_all(self)
+        return PeerExchange(self, self._check) if reach else CutExchange(self)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX

@@ -10,7 +10,6 @@ group at hand, of which there are a few: each has graphs of its own, in the same
 """
 
 import gc
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ntp.collectives import Group
+from ntp.pace import Pace
 from ntp.weight import Weight
 
 Tensors = tuple[Tensor, ...]
 
 _AHEAD = 4
-"""Replays that the host may be ahead of the device, where ranks wait for each other in them. A full queue of
-launches would hold what the thread that ends waits for a dead peer needs."""
+"""Replays that the host may be ahead of the device, where ranks wait for each other in them (`ntp.pace`)."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class _Studio:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self._replays: deque[torch.cuda.Event] = deque()
+        self._pace = Pace(_AHEAD)
 
     def record(self, call: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
         """A graph of what `call` launches, and its results, which are there after a replay."""
@@ -119,10 +118,9 @@ class _Studio:
 
     def keep_pace(self) -> None:
         """Wait until the device is at most a few replays behind."""
-        self._replays.append(torch.cuda.Event())
-        self._replays[-1].record()
-        if len(self._replays) > _AHEAD:
-            self._replays.popleft().synchronize()
+        mark = torch.cuda.Event()
+        mark.record()
+        self._pace.keep(mark)
 
 
 class _Replayed(Function):

@@ -56,6 +56,9 @@ class DistributedOptimizer:
         buffer: the rank's storage; `buffer.parameters` receives initial and updated parameters.
         world: the group of every worker, over which norms are combined.
         config: learning-rate independent settings.
+
+    Attributes:
+        places: where `vote` has the gradients of each slice, views `[units, elements]` by `Gradients`' keys.
     """
 
     buffer_class: type[ParamAndGradBuffer] = ParamAndGradBuffer
@@ -77,10 +80,11 @@ class DistributedOptimizer:
         self.master, self.exp_avg, self.exp_avg_sq, self._gradient = (
             torch.zeros(blocks * BLOCK, dtype=torch.float32, device=device) for _ in range(4)
         )
+        self.places = {(part.spec.name, part.start): part.of(self._gradient) for part in self.slices}
 
     def retire(self) -> None:
         """Keep masters and moments alone."""
-        self._gradient = self._gradient.new_empty(0)
+        self._gradient, self.places = self._gradient.new_empty(0), {}
 
     @property
     def flats(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,11 +97,6 @@ class DistributedOptimizer:
             if kept.start <= part.start and part.stop <= kept.stop:
                 return [part.of(kept.of(flat), kept.units, kept.start) for flat in self.flats]
         raise AssertionError(f"{part.spec.name}: elements {part.start} to {part.stop} are not kept here")
-
-    @property
-    def places(self) -> Gradients:
-        """Where `vote` has the gradients of each slice: views `[units, elements]`."""
-        return {(part.spec.name, part.start): part.of(self._gradient) for part in self.slices}
 
     def commit(self, gradients: Gradients, tokens: int, learning_rate: float, step: int) -> float:
         """Clip, update and send the new parameters to their holders; collective over the workers.

@@ -9,7 +9,6 @@ A rank writes into a peer's memory again only after that peer's next signal, whi
 last reading: the chain of products orders all reuse. When a peer dies, `release` ends all waiting.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,6 +20,7 @@ from ntp_kernels.remote import broadcast
 from torch import Tensor
 
 from ntp.exchange import Backlog, CutExchange, Finish, Share
+from ntp.pace import Pace
 from ntp.peer_memory import DeviceStream, PeerMemory
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ _FLOPS = 600e12  # of a weight gradient
 _COVERED = 0.75  # of an exchange: what is left is cheaper exposed than a gradient that lacks elsewhere
 
 _AHEAD = 24
-"""Products that the host may be ahead of the device. A full queue of launches would block the interpreter,
-and with it the thread that hears of a dead peer."""
+"""Products that the host may be ahead of the device (`ntp.pace`)."""
 
 
 class _Signal(IntEnum):
@@ -76,7 +75,7 @@ class PeerExchange(CutExchange):
         self._units: _Units | None = None
         self._side = torch.cuda.Stream(priority=-1)
         self._arriving: dict[int, list[_Arrival]] = {}
-        self._started: deque[torch.cuda.Event] = deque()
+        self._pace = Pace(_AHEAD)
         self._backlog = Backlog()
 
     def parts(self, tokens: int) -> Sequence[slice]:
@@ -127,9 +126,7 @@ class PeerExchange(CutExchange):
             event.record()
         self._arriving.setdefault(output.data_ptr(), []).append(_Arrival(rows, event, finish))
         if not torch.cuda.is_current_stream_capturing():
-            self._started.append(event)
-            if len(self._started) > _AHEAD:
-                self._started.popleft().synchronize()
+            self._pace.keep(event)
 
     def wait(self, output: Tensor, rows: slice | None = None) -> None:
         """See `CutExchange`."""
@@ -171,7 +168,7 @@ class PeerExchange(CutExchange):
             memory.close()
         self._products = self._units = None
         self._arriving.clear()
-        self._started.clear()
+        self._pace.clear()
         self._backlog.clear()
 
     def _memories(self) -> list[PeerMemory]:

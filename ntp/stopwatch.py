@@ -40,7 +40,8 @@ class Stopwatch:
     def _mark(self, place: int) -> None:
         if self._marks:
             self._marks[place].record()
-        self._clock[place] = time.perf_counter_ns()
+        else:
+            self._clock[place] = time.perf_counter_ns()
 
 
 def spare(device: torch.device, size: int) -> int:
