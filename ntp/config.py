@@ -74,6 +74,7 @@ class ParallelConfig(Section):
     overlap_exchange: bool = True  # exchange gradients behind the backward pass
     exchange: Literal["peer", "collective"] = "peer"  # of cut products; peer: in GPUs' memory, where in reach
     balance: Literal["measured", "degree"] = "measured"  # groups by each degree's speed, or by degree
+    ranks_per_gpu: Positive = 1  # more: try failures on fewer GPUs; gloo instead of NCCL, slow, the same bits
     rank_map: tuple[Count, ...] | None = None  # the process rank at each coordinate; null = the same number
 
     @property

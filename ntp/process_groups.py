@@ -37,20 +37,22 @@ def joined_generation(
     control: Control,
     timeout_s: float,
     through_peers: bool = False,
+    shares_device: bool = False,
 ) -> Iterator[TorchFabric]:
     """Take part in one generation; on leaving, give its connections up so that no peer waits for this rank.
 
     Args:
         world: every process rank that takes part, ascending; `rank` is this one's.
-        device: decides the backend, gloo or NCCL.
-        control: is asked before every collective, and aborts NCCL's when the generation is over.
+        device: decides the backend, NCCL for a GPU, else gloo.
+        control: is asked before every collective, and ends what waits on a GPU when the generation is over.
         timeout_s: of one collective.
         through_peers: see `TorchFabric`.
+        shares_device: other ranks have the same GPU, which NCCL refuses: gloo takes its place.
 
     Raises:
         PeerLostError: somebody went before the groups were built.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" and not shares_device else "gloo"
     hook = sys.excepthook
     try:
         dist.init_process_group(
@@ -66,7 +68,7 @@ def joined_generation(
     fabric = TorchFabric(
         world, rank, control.check, _BUILD_TIMEOUT, timedelta(seconds=timeout_s), device, through_peers
     )
-    if backend == "nccl":
+    if device.type == "cuda":
         control.on_over = fabric.abort
     try:
         yield fabric

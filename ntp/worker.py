@@ -19,6 +19,7 @@ from ntp.collectives import TorchFabric
 from ntp.config import Config, parse_config
 from ntp.control import Control
 from ntp.data import datasets_of
+from ntp.device import choose_device
 from ntp.device_proof import prove
 from ntp.injector import FaultyWatch
 from ntp.life import Job, Life
@@ -72,7 +73,7 @@ def main() -> None:
     here = Surroundings.from_environment()
     torch.set_num_threads(1)  # a second thread would cut reductions elsewhere
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CONNECTIONS)
-    device = choose_device(here.config.train.device, here.local_rank)
+    device = choose_device(here.config, here.local_rank)
     control = Control(here.connect, here.rank)
     watch = FaultyWatch(control, here.config.faults if here.incarnation == 0 else (), here.rank)
     watch.enter(Phase.STARTUP, 0)
@@ -91,24 +92,23 @@ def main() -> None:
     groups = here.connect()
 
     def join(plan: Plan) -> AbstractContextManager[TorchFabric]:
-        timeout_s, through_peers = here.config.train.timeout_s, here.config.parallel.exchange == "peer"
+        parallel = here.config.parallel
         return joined_generation(
-            groups, plan.generation, plan.world, here.rank, device, control, timeout_s, through_peers
+            groups,
+            plan.generation,
+            plan.world,
+            here.rank,
+            device,
+            control,
+            here.config.train.timeout_s,
+            through_peers=parallel.exchange == "peer",
+            shares_device=parallel.ranks_per_gpu > 1,
         )
 
     try:
         Life(job, control, join).run()
     finally:
         control.close()
-
-
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of `train.device`: `auto` takes the GPU with this local rank where there is one."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _say(line: str) -> None:

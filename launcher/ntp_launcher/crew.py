@@ -30,7 +30,7 @@ class Recipe:
         environ: of a rank's process, by rank and incarnation.
         streams: what of a rank's output is shown (1 stdout, 2 stderr, 3 both).
         prefix: whether shown lines begin with their rank.
-        probe: the command that looks at a device; LOCAL_RANK in its environment says which. () = none.
+        probe: the command that looks at the device of a worker, in its environment. () = none.
     """
 
     module: str

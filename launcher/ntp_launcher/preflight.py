@@ -6,12 +6,12 @@ import torch
 
 from ntp.checkpoint.load import resume_candidates
 from ntp.checkpoint.store import checkpoint_directory
-from ntp.config import Config
 from ntp.data import datasets_of
 from ntp.hugging_face import Weights
 from ntp_launcher.exporters import check_exporters
 from ntp_launcher.flags import LaunchError, Nodes
 from ntp_launcher.job import Job, proposed_run_dir
+from ntp_launcher.placement import block_size, local_ranks
 
 
 def check_node(job: Job, nodes: Nodes) -> None:
@@ -19,7 +19,7 @@ def check_node(job: Job, nodes: Nodes) -> None:
 
     Exporters and what to resume are looked at where the node may come to lead.
     """
-    _check_device(job.config)
+    _check_devices(job, nodes)
     _check_folder("--log-dir", nodes.log_dir)
     _check_folder("checkpoint.dir", job.config.checkpoint.dir if job.config.checkpoint.every else None)
     if nodes.node_rank in (0, None):
@@ -31,10 +31,22 @@ def check_node(job: Job, nodes: Nodes) -> None:
     datasets_of(job.config)
 
 
-def _check_device(config: Config) -> None:
-    if config.train.device == "cuda" and not torch.cuda.is_available():
+def _check_devices(job: Job, nodes: Nodes) -> None:
+    wanted, parallel = job.config.train.device, job.config.parallel
+    if wanted == "cuda" and not torch.cuda.is_available():
         raise LaunchError(
             f"train.device=cuda: torch {torch.__version__} sees no GPU on this node; see ntp-doctor"
+        )
+    node = 0 if nodes.nnodes == 1 else nodes.node_rank
+    if wanted == "cpu" or not torch.cuda.is_available() or node is None:
+        return
+    size = block_size(parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
+    places = local_ranks(node, size, job.plan.world).values()
+    needed, found = max(places, default=-1) // parallel.ranks_per_gpu + 1, torch.cuda.device_count()
+    if needed > found:
+        raise LaunchError(
+            f"the ranks of this node need {needed} GPUs, torch sees {found}; "
+            "parallel.ranks_per_gpu lets ranks share them, to try failures"
         )
 
 

@@ -1,0 +1,54 @@
+"""Which GPU a rank computes on, and what is said where there are too few."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ntp_launcher import preflight
+from ntp_launcher.flags import LaunchError
+
+from ntp.config import Config
+from ntp.device import choose_device
+from ntp.plan import make_plan
+from tests.shapes import make_config
+
+
+def config(**parallel: object) -> Config:
+    return make_config(parallel={"dp": 2, "tp": 2, **parallel}, train={"device": "cuda"})
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    """Return `gpus(count)`, after which torch sees so many; nothing may be computed on them."""
+
+    def pretend(count: int) -> list[torch.device]:
+        taken: list[torch.device] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+        return taken
+
+    return pretend
+
+
+def test_each_rank_has_a_gpu_of_its_own_unless_told_to_share(gpus):
+    taken = gpus(4)
+    assert [choose_device(config(), place).index for place in range(4)] == [0, 1, 2, 3]
+    assert [choose_device(config(ranks_per_gpu=2), place).index for place in range(4)] == [0, 0, 1, 1]
+    assert [device.index for device in taken] == [0, 1, 2, 3, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("count", "failed", "shared", "needed"),
+    [(4, (), 1, None), (2, (), 1, 4), (3, (3,), 1, None), (3, (0,), 1, 4), (2, (), 2, None), (1, (), 3, 2)],
+)
+def test_too_few_gpus_are_told_before_any_worker_starts(gpus, count, failed, shared, needed):
+    gpus(count)
+    asked = config(ranks_per_gpu=shared)
+    job = SimpleNamespace(config=asked, plan=make_plan(asked, frozenset(failed)))
+    nodes = SimpleNamespace(nnodes=1, node_rank=None, nproc_per_node=None)
+    if needed is None:
+        preflight._check_devices(job, nodes)
+        return
+    with pytest.raises(LaunchError, match=f"need {needed} GPUs, torch sees {count}"):
+        preflight._check_devices(job, nodes)
