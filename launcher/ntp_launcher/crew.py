@@ -172,9 +172,9 @@ class Crew:
         self._looks.append(_Look(order, log, popen, deadline))
 
 
-def probe_command(device: str) -> tuple[str, ...]:
+def probe_command(on_gpu: bool) -> tuple[str, ...]:
     """What is run on a device before a worker is: the kernels' self-test on a GPU, a bare start on a CPU."""
-    if device == "cuda":
+    if on_gpu:
         return (sys.executable, "-m", "ntp_launcher.probe")
     return (sys.executable, "-I", "-S", "-c", "")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
+from ntp.device import wants_gpu
 from ntp.plan import make_plan
 from ntp.protocol import GENERATION, Generation
 from ntp_launcher.control_store import Address, connect
@@ -128,7 +129,7 @@ class Node:
         elastic = self._job.config.elastic
         probe = elastic.probe
         if probe == "auto":
-            probe = probe_command(self._job.config.train.device)
+            probe = probe_command(wants_gpu(self._job.config))
         return Recipe(
             module=self._job.worker_module,
             environ=self._environ,

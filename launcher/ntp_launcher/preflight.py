@@ -7,6 +7,7 @@ import torch
 from ntp.checkpoint.load import resume_candidates
 from ntp.checkpoint.store import checkpoint_directory
 from ntp.data import datasets_of
+from ntp.device import wants_gpu
 from ntp.hugging_face import Weights
 from ntp_launcher.exporters import check_exporters
 from ntp_launcher.flags import LaunchError, Nodes
@@ -32,13 +33,13 @@ def check_node(job: Job, nodes: Nodes) -> None:
 
 
 def _check_devices(job: Job, nodes: Nodes) -> None:
-    wanted, parallel = job.config.train.device, job.config.parallel
-    if wanted == "cuda" and not torch.cuda.is_available():
+    parallel = job.config.parallel
+    if job.config.train.device == "cuda" and not torch.cuda.is_available():
         raise LaunchError(
             f"train.device=cuda: torch {torch.__version__} sees no GPU on this node; see ntp-doctor"
         )
     node = 0 if nodes.nnodes == 1 else nodes.node_rank
-    if wanted == "cpu" or not torch.cuda.is_available() or node is None:
+    if node is None or not wants_gpu(job.config):
         return
     size = block_size(parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
     places = local_ranks(node, size, job.plan.world).values()
