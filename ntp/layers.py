@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ntp import ops
 from ntp.collectives import Group
+from ntp.model_config import Recompute
 from ntp.weight import Weight
 
 
@@ -90,28 +91,51 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention with rotary embedding and optional QK-norm; a unit is a KV group.
+    """Grouped-query attention behind the norm of the residual stream; a unit is a KV group.
+
+    Rotary embedding, optional QK-norm. Adds x to the residual; returns the layer's output, and that sum.
 
     Attributes:
         norms: QK-norm weights [H] of queries and keys, or None.
-        recompute: keep only the input for the backward pass.
+        recompute: what is not kept for the backward pass: "pointwise", the norm's output; "attention", all
+            between that and the output projection.
     """
 
+    norm: RMSNorm
     qkv: ColumnParallelLinear
     output: RowParallelLinear
     norms: tuple[Weight, Weight] | None
     head_dim: int
     eps: float
-    recompute: bool = False
+    recompute: Recompute = "none"
 
-    def __call__(self, x: Tensor, packing: Packing) -> Tensor:
-        """x [M, D], normalised; returns [M, D], to be added to the residual."""
-        mixed = recomputed(self.mixed, x, packing) if self.recompute else self.mixed(x, packing)
-        return self.output(mixed)
+    def __call__(self, x: Tensor, residual: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+        """x and residual [M, D], None in the first layer; returns the output, to be added, and the sum."""
+        qkv, group = self.qkv, self.qkv.group
+        if residual is not None and self.recompute != "attention":
+            projected, summed = ops.normed_linear(
+                x,
+                residual,
+                self.norm.weight,
+                qkv.weight,
+                self.eps,
+                group,
+                qkv.bias,
+                self.recompute == "pointwise",
+            )
+            return self.output(self._mixed(projected, packing)), summed
+        group.exchange.wait(x)
+        normed, summed = self.norm(x, residual)
+        if self.recompute == "attention":
+            return self.output(recomputed(self._projected_and_mixed, normed, packing)), summed
+        return self.output(self._projected_and_mixed(normed, packing)), summed
 
-    def mixed(self, x: Tensor, packing: Packing) -> Tensor:
-        """Return what the heads have gathered, [M, U, G * H]."""
-        qkv = self.qkv(x).unflatten(2, (-1, self.head_dim))
+    def _projected_and_mixed(self, normed: Tensor, packing: Packing) -> Tensor:
+        return self._mixed(self.qkv(normed), packing)
+
+    def _mixed(self, projected: Tensor, packing: Packing) -> Tensor:
+        """Return what the heads have gathered, [M, U, G * H], for projections [M, U, (G + 2) * H]."""
+        qkv = projected.unflatten(2, (-1, self.head_dim))
         q, k, v = ops.qk_norm_rope(
             qkv, packing.positions, packing.tables, self.norms, self.eps, self.qkv.weight, self.qkv.group
         )

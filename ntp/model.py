@@ -9,7 +9,7 @@ layers. The residual stream is in the compute dtype, that of the weights.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -67,8 +67,8 @@ class Model:
         weights: by canonical name (`ntp.parameters`).
         group: the ranks of this replica.
         seq_len: tokens of a sequence.
-        recompute: what backward computes again rather than keeps: "none", "pointwise" (norm and SwiGLU of the
-            feed-forward layers, no product), "attention" (but not the output projection) or "block", of which
+        recompute: what backward computes again rather than keeps: "none", "pointwise" (norms and SwiGLU, no
+            product), "attention" (but not the output projection) or "block", of which
             two tensors [M, D] are kept. The bits are the same.
         graphs: replay the blocks as CUDA graphs, where what they exchange allows it. The bits are the same.
     """
@@ -83,7 +83,7 @@ class Model:
         graphs: bool = False,
     ):
         head = weights["embedding" if config.tie_word_embeddings else "head"]
-        self.seq_len = seq_len
+        self.seq_len, self._group = seq_len, group
         self.embedding = VocabParallelEmbedding(weights["embedding"], group)
         prefixes = [f"layers.{layer}." for layer in range(config.num_hidden_layers)]
         self.blocks = [Block(config, weights, prefix, group, recompute) for prefix in prefixes]
@@ -113,13 +113,21 @@ class Model:
         """Return the normalised hidden states [M, D] that the head reads."""
         bounds = document_bounds(batch.documents, self.seq_len)
         packing = Packing(batch.documents, batch.positions, bounds, self.seq_len, self.tables)
-        x, residual = self.embedding(batch.inputs), None
+        x = self.embedding(batch.inputs)
         if self._graphed is None:
-            for block in self.blocks:
-                x, residual = block(x, residual, packing)
-            return self.norm(x, residual)[0]
+            return self.norm(*self._through(self.blocks, packing, x))[0]
         self._keep(packing)
         return self.norm(*self._graphed(x))[0]
+
+    def _through(
+        self, blocks: Iterable["Block"], packing: Packing, x: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the blocks make of x, all of it there, and the residual stream."""
+        for block in blocks:
+            x, residual = block(x, residual, packing)
+        assert residual is not None
+        self._group.exchange.wait(x)
+        return x, residual
 
     def _segments(self, weights: Mapping[str, Weight]) -> Iterator[Segment]:
         """A few blocks each: gradients of one segment travel while another is in backward."""
@@ -129,12 +137,9 @@ class Model:
             used = [weight for name, weight in weights.items() if name.startswith(prefixes)]
             yield Segment(partial(self._run, some), used)
 
-    def _run(self, some: range, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+    def _run(self, some: range, *stream: Tensor) -> tuple[Tensor, ...]:
         assert self._packing is not None
-        for layer in some:
-            x, residual = self.blocks[layer](x, residual, self._packing)
-        assert residual is not None
-        return x, residual
+        return self._through((self.blocks[layer] for layer in some), self._packing, *stream)
 
     def _keep(self, packing: Packing) -> None:
         """Put the packing where graphs look for it."""
@@ -165,21 +170,24 @@ class Block:
         bias = weight("qkv_bias") if config.qkv_bias else None
         norms = (weight("q_norm"), weight("k_norm")) if config.qk_norm else None
         qkv, output = ColumnParallelLinear(weight("qkv"), group, bias), RowParallelLinear(weight("o"), group)
-        self.attention_norm = RMSNorm(weight("attention_norm"), eps)
-        self.attention = Attention(qkv, output, norms, config.head_dim, eps, recompute == "attention")
-        self._recompute = recompute == "block"
+        norm = RMSNorm(weight("attention_norm"), eps)
+        self.attention = Attention(norm, qkv, output, norms, config.head_dim, eps, recompute)
+        self._recompute, self._group = recompute == "block", group
         up, down, again = weight("gate_up"), weight("down"), recompute == "pointwise"
         self.mlp = FeedForward(weight("mlp_norm"), up, down, eps, group, again)
 
     def __call__(self, x: Tensor, residual: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
-        """Return the layer's output [M, D], not yet added to the residual stream, and that stream."""
+        """Return the layer's output [M, D], not yet added to the residual stream, and that stream.
+
+        Parts of the output may still be under way (`ntp.exchange`).
+        """
         if self._recompute and torch.is_grad_enabled():
+            self._group.exchange.wait(x)
             return recomputed(self._forward, x.clone(), residual, packing)  # storage of x is used again
         return self._forward(x, residual, packing)
 
     def _forward(self, x: Tensor, residual: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
-        x, residual = self.attention_norm(x, residual)
-        return self.mlp(self.attention(x, packing), residual)
+        return self.mlp(*self.attention(x, residual, packing))
 
 
 def rope_tables(config: ModelConfig, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

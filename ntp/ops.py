@@ -33,6 +33,7 @@ __all__ = [
     "embedding",
     "feed_forward",
     "gather_units",
+    "normed_linear",
     "qk_norm_rope",
     "rms_norm",
     "row_linear",
@@ -60,7 +61,8 @@ def column_linear(
 def row_linear(a: Tensor, weight: Weight, group: Group) -> Tensor:
     """Return [M, D] = a [M, U, R] times weight [U, R, D], summed over the units of all ranks.
 
-    Parts of it may still be under way (`ntp.exchange`): `feed_forward` waits for each as it comes to it.
+    Parts of it may still be under way (`ntp.exchange`): `normed_linear` and `feed_forward` wait for each as
+    they come to it, others have to wait for the whole.
     """
     return _RowLinear.apply(a, weight, group)  # type: ignore[return-value]
 
@@ -79,6 +81,24 @@ def rms_norm(x: Tensor, weight: Weight, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
     """Return RMSNorm of `x + residual` [M, D], and that sum."""
     return _RMSNorm.apply(x, residual, weight, eps)  # type: ignore[return-value]
+
+
+def normed_linear(
+    x: Tensor,
+    residual: Tensor,
+    norm: Weight,
+    weight: Weight,
+    eps: float,
+    group: Group,
+    bias: Weight | None = None,
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return [M, U, R] = RMSNorm(x + residual) times weight [U, R, D] transposed, plus bias, and that sum.
+
+    `norm` [D], `bias` [U, R]; the sum [M, D]. In parts of the tokens, so that what ranks exchange of `x`
+    hides behind the products of another part. With `recompute`, backward makes the norm's output again.
+    """
+    return _NormedLinear.apply(x, residual, norm, weight, eps, group, bias, recompute)  # type: ignore[return-value]
 
 
 def qk_norm_rope(
@@ -121,8 +141,8 @@ def feed_forward(
     """Return the SwiGLU feed-forward layer of RMSNorm(x + residual), and that sum; all [M, D].
 
     `norm` [D], `gate_up` [U, 2 B, D], `down` [U, B, D]. In parts of the tokens, so that what ranks exchange
-    of one part (of `x`, too) hides behind the products of another. With `recompute`, backward makes the
-    outputs of norm and SwiGLU again rather than keeping them.
+    of one part (of `x`, too) hides behind the products of another; parts of the output may still be under
+    way. With `recompute`, backward makes the outputs of norm and SwiGLU again rather than keeping them.
     """
     return _FeedForward.apply(x, residual, norm, gate_up, down, eps, group, recompute)  # type: ignore[return-value]
 
@@ -163,8 +183,7 @@ class _ColumnLinear(Function):
         add_wgrad(dy, x, ctx.weight, exchange, ctx.last_use)
         dx = input_grad(dy, ctx.weight, exchange)
         if ctx.bias is not None:
-            kernels.bias_grad(dy, ctx.bias.grad)
-            ctx.bias.announce_grad()
+            _add_bias_grad(dy, ctx.bias)
         return dx, None, None, None, None
 
 
@@ -237,6 +256,65 @@ def _rms_norm_backward(
     weight.grad.add_(dweight)
     weight.announce_grad()
     return dx
+
+
+class _NormedLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        norm: Weight,
+        weight: Weight,
+        eps: float,
+        group: Group,
+        bias: Weight | None,
+        recompute: bool,
+    ) -> tuple[Tensor, Tensor]:
+        exchange, tokens = group.exchange, x.shape[0]
+        y, summed, rstd = torch.empty_like(x), torch.empty_like(x), x.new_empty(tokens, dtype=torch.float32)
+        out, offset = x.new_empty(tokens, *weight.data.shape[:2]), None if bias is None else bias.data
+        for rows in exchange.parts(tokens):
+            exchange.wait(x, rows)
+            normed = y[rows], summed[rows], rstd[rows]
+            kernels.add_rms_norm(x[rows], residual[rows], norm.data, eps, normed)
+            kernels.linear(y[rows], weight.data, offset, out=out[rows])
+        weight.count_product(tokens)
+        ctx.save_for_backward(summed, rstd, None if recompute else y)
+        ctx.norm, ctx.weight, ctx.group, ctx.bias, ctx.eps = norm, weight, group, bias, eps
+        ctx.set_materialize_grads(False)
+        return out, summed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (summed, rstd, y), (dout, dsummed), norm = ctx.saved_tensors, grads, ctx.norm
+        assert dout is not None, "the output of a projection is unused"
+        dout = dout.contiguous()
+        y = kernels.rms_norm(summed, norm.data, ctx.eps)[0] if y is None else y
+        dx = _normed_linear_backward(dout, y, summed, rstd, norm, ctx.weight, ctx.group.exchange, dsummed)
+        if ctx.bias is not None:
+            _add_bias_grad(dout, ctx.bias)
+        return dx, dx, None, None, None, None, None, None
+
+
+def _normed_linear_backward(
+    dout: Tensor,
+    y: Tensor,
+    summed: Tensor,
+    rstd: Tensor,
+    norm: Weight,
+    weight: Weight,
+    exchange: CutExchange,
+    dsummed: Tensor | None,
+) -> Tensor:
+    """The gradient of `summed`, whose norm `y` is what `weight` is applied to."""
+    add_wgrad(dout, y, weight, exchange)
+    return _rms_norm_backward(input_grad(dout, weight, exchange), summed, rstd, norm, dsummed)
+
+
+def _add_bias_grad(dy: Tensor, bias: Weight) -> None:
+    kernels.bias_grad(dy, bias.grad)
+    bias.announce_grad()
 
 
 class _QKNormRope(Function):
@@ -335,7 +413,6 @@ class _FeedForward(Function):
             gate_up.count_product(rows.stop - rows.start)
             kernels.swiglu(gates[rows], a[rows])
             start_cut_product(a[rows], down, exchange, output, rows)
-        exchange.wait(output)
         ctx.save_for_backward(summed, rstd, gates, *((None, None) if recompute else (y, a)))
         ctx.weights, ctx.group, ctx.eps = (norm, gate_up, down), group, eps
         ctx.set_materialize_grads(False)
@@ -352,9 +429,7 @@ class _FeedForward(Function):
         add_wgrad(kernels.swiglu(gates) if a is None else a, dy, down, exchange)
         dgates = kernels.swiglu_backward(da, gates).flatten(2)
         y = kernels.rms_norm(summed, norm.data, ctx.eps)[0] if y is None else y
-        add_wgrad(dgates, y, gate_up, exchange)
-        dnormed = input_grad(dgates, gate_up, exchange)
-        dx = _rms_norm_backward(dnormed, summed, rstd, norm, dsummed)
+        dx = _normed_linear_backward(dgates, y, summed, rstd, norm, gate_up, exchange, dsummed)
         return dx, dx, None, None, None, None, None, None
 
 

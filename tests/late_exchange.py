@@ -50,11 +50,12 @@ class LateExchange(CutExchange):
             self._arriving.append((output, rows, arrive))
 
     def wait(self, output: Tensor, rows: slice | None = None) -> None:
-        for entry in list(self._arriving):
-            sent, of_part, arrive = entry
+        waiting, self._arriving = self._arriving, []
+        for sent, of_part, arrive in waiting:
             if sent.data_ptr() == output.data_ptr() and (rows is None or of_part.start < rows.stop):
                 arrive()
-                self._arriving.remove(entry)
+            else:
+                self._arriving.append((sent, of_part, arrive))
 
     def defer(self, work: Callable[[], None], flops: float) -> None:
         self._backlog.add(work, flops)

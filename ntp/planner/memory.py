@@ -136,7 +136,7 @@ def _activations(config: Config, replica: Replica, position: int, width: int) ->
     kv, ffn, vocab = (len(_units(replica, kind, position)) for kind in UnitKind)
     lean = sum(_saved_per_token(config, kv, ffn, width))
     layer = lean + sum(_recomputable_per_token(config, kv, width))
-    outputs = (model.hidden_size + ffn * model.ffn_unit) * width  # of the feed-forward's norm and SwiGLU
+    outputs = (2 * model.hidden_size + ffn * model.ffn_unit) * width  # of the norms and SwiGLU
     kept = {
         "none": layer,
         "pointwise": layer - outputs,

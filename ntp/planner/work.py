@@ -18,7 +18,7 @@ _TABLE_SUMS = 2  # of a microbatch: the embedding, and backward after the head
 # Bytes that the bfloat16 kernels of a layer read and write for a token, forward and backward.
 _NORM = 16 + 20  # times hidden: two sums with the residual stream, each with its norm
 _SWIGLU = 6 + 12  # times FFN width
-_NORM_AGAIN, _SWIGLU_AGAIN = 4, 6  # of the feed-forward layer, where backward makes them again
+_NORM_AGAIN, _SWIGLU_AGAIN = 4, 6  # where backward makes them again; a layer has two norms
 _ROPE = 4 + 4  # times width of q and k
 _FINISH = 6  # times hidden and sum: int32 in, bfloat16 out
 _ROW_NORMS = 2  # times width of what enters a cut product
@@ -134,7 +134,7 @@ def _bytes_per_token(job: Job, rank: RankLoad) -> int:
     forward, backward = queries + rank.ffn, queries + 2 * keys + 2 * rank.ffn  # what enters cut products
     layer = (_NORM + _FINISH * _SUMS) * hidden + _SWIGLU * rank.ffn + _ROPE * (queries + keys)
     if job.batch.recompute == "pointwise":
-        layer += _NORM_AGAIN * hidden + _SWIGLU_AGAIN * rank.ffn
+        layer += 2 * _NORM_AGAIN * hidden + _SWIGLU_AGAIN * rank.ffn
     return rank.layers * (layer + _ROW_NORMS * (forward + backward)) + _LOGITS * rank.vocab
 
 
