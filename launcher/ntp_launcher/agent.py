@@ -65,7 +65,8 @@ class MeshAgent(SimpleElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, job: Job, nodes: Nodes) -> None:
-        super().__init__(spec, exit_barrier_timeout=FAREWELL_S, shutdown_timeout=int(STOP_S))
+        super().__init__(spec, exit_barrier_timeout=FAREWELL_S)
+        self._shutdown_timeout = STOP_S  # torch 2.11 takes it as no argument
         self.end = End(ExitCode.FAILED, "the rendezvous was closed by another agent")
         self.run_dir = Path()
         self.was_fenced = False
