@@ -11,12 +11,20 @@ from ntp.weight import Weight
 
 
 def start_cut_product(
-    a: Tensor, weight: Weight, exchange: CutExchange, output: Tensor, rows: slice | None = None
+    a: Tensor,
+    weight: Weight,
+    exchange: CutExchange,
+    output: Tensor,
+    rows: slice | None = None,
+    norms: Tensor | None = None,
 ) -> None:
-    """Begin `output[rows]` = a [rows, U, R] times weight [U, R, D] over the units of all ranks."""
+    """Begin `output[rows]` = a [rows, U, R] times weight [U, R, D] over the units of all ranks.
+
+    `norms` are the `row_norms` of `a`, if the caller has them.
+    """
     rows = rows or slice(0, a.shape[0])
     columns, units, first_unit = weight.scale, weight.total_units, weight.first_unit
-    norms = exchange.gather(kernels.row_norms(a), units, first_unit, rows)
+    norms = exchange.gather(kernels.row_norms(a) if norms is None else norms, units, first_unit, rows)
     scale = kernels.row_scale(norms, a.shape[2])
     shares = exchange.shares(output, rows)
 
@@ -47,10 +55,13 @@ def add_wgrad(dy: Tensor, x: Tensor, weight: Weight, exchange: CutExchange, last
     exchange.defer(work, 2 * x.shape[0] * weight.data.numel())
 
 
-def input_grad(dy: Tensor, weight: Weight, exchange: CutExchange) -> Tensor:
-    """Return dx [M, D] of dy [M, U, R], while deferred weight gradients hide its exchange."""
+def input_grad(dy: Tensor, weight: Weight, exchange: CutExchange, norms: Tensor | None = None) -> Tensor:
+    """Return dx [M, D] of dy [M, U, R], while deferred weight gradients hide its exchange.
+
+    `norms` as in `start_cut_product`.
+    """
     dx = exchange.output(dy.new_empty(dy.shape[0], weight.data.shape[2]))
-    start_cut_product(dy, weight, exchange, dx)
+    start_cut_product(dy, weight, exchange, dx, norms=norms)
     exchange.cover(dx.numel())
     exchange.wait(dx)
     return dx

@@ -306,10 +306,11 @@ def _normed_linear_backward(
     weight: Weight,
     exchange: CutExchange,
     dsummed: Tensor | None,
+    norms: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of `summed`, whose norm `y` is what `weight` is applied to."""
+    """The gradient of `summed`, whose norm `y` is what `weight` is applied to; `norms`: of `dout`."""
     add_wgrad(dout, y, weight, exchange)
-    return _rms_norm_backward(input_grad(dout, weight, exchange), summed, rstd, norm, dsummed)
+    return _rms_norm_backward(input_grad(dout, weight, exchange, norms), summed, rstd, norm, dsummed)
 
 
 def _add_bias_grad(dy: Tensor, bias: Weight) -> None:
@@ -411,8 +412,8 @@ class _FeedForward(Function):
             kernels.add_rms_norm(x[rows], residual[rows], norm.data, eps, normed)
             kernels.linear(y[rows], gate_up.data, out=gates[rows].flatten(2))
             gate_up.count_product(rows.stop - rows.start)
-            kernels.swiglu(gates[rows], a[rows])
-            start_cut_product(a[rows], down, exchange, output, rows)
+            _, norms = kernels.swiglu_with_norms(gates[rows], a[rows])
+            start_cut_product(a[rows], down, exchange, output, rows, norms)
         ctx.save_for_backward(summed, rstd, gates, *((None, None) if recompute else (y, a)))
         ctx.weights, ctx.group, ctx.eps = (norm, gate_up, down), group, eps
         ctx.set_materialize_grads(False)
@@ -427,9 +428,10 @@ class _FeedForward(Function):
         da = kernels.linear(dy, down.data)
         down.count_product(dy.shape[0])
         add_wgrad(kernels.swiglu(gates) if a is None else a, dy, down, exchange)
-        dgates = kernels.swiglu_backward(da, gates).flatten(2)
+        dgates, norms = kernels.swiglu_backward_with_norms(da, gates)
+        dgates = dgates.flatten(2)
         y = kernels.rms_norm(summed, norm.data, ctx.eps)[0] if y is None else y
-        dx = _normed_linear_backward(dgates, y, summed, rstd, norm, gate_up, exchange, dsummed)
+        dx = _normed_linear_backward(dgates, y, summed, rstd, norm, gate_up, exchange, dsummed, norms)
         return dx, dx, None, None, None, None, None, None
 
 

@@ -163,6 +163,26 @@ def _field(largest_bits):
     return tl.minimum(tl.maximum(largest_bits >> 7, 1), 253)
 
 
+@triton.jit
+def largest_bits(a):
+    """The largest element of every row of bf16 a [ROWS, COLUMNS], as bits without sign."""
+    return tl.max(a.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 1)
+
+
+@triton.jit
+def scaled_block_norms(a, largest, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """2-norms [ROWS, COLUMNS / BLOCK] of the blocks of bf16 a, scaled by the exponent of `largest`."""
+    scaled = a.to(tl.float32) * _inverse(_field(largest))[:, None]
+    return tl.sqrt_rn(tl.sum((scaled * scaled).reshape(ROWS, COLUMNS // BLOCK, BLOCK), 2))
+
+
+@triton.jit
+def scaled_back(norm, largest):
+    """Sums of `scaled_block_norms` as they are; NaN where a row has NaN or infinity."""
+    norm = norm * (_field(largest) << 23).to(tl.float32, bitcast=True)
+    return tl.where(largest >= 0x7F80, float("nan"), norm)
+
+
 @triton.jit(do_not_specialize=["M", "units"])
 def _row_norms_kernel(
     a_ptr, norms_ptr, M, units,
@@ -174,13 +194,9 @@ def _row_norms_kernel(
     inside = (rows[:, None] < M) & (columns[None, :] < WIDTH)
     offsets = (rows[:, None].to(tl.int64) * units + unit) * WIDTH + columns[None, :]
     a = tl.load(a_ptr + offsets, mask=inside, other=0.0)
-    largest = tl.max(a.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 1)
-    field = _field(largest)
-    scaled = a.to(tl.float32) * _inverse(field)[:, None]
-    squares = tl.sum((scaled * scaled).reshape(ROWS, PADDED // BLOCK, BLOCK), 2)
-    norm = tl.sum(tl.sqrt_rn(squares), 1) * (field << 23).to(tl.float32, bitcast=True)
-    norm = tl.where(largest >= 0x7F80, float("nan"), norm)
-    tl.store(norms_ptr + unit.to(tl.int64) * M + rows, norm, mask=rows < M)
+    largest = largest_bits(a)
+    norm = tl.sum(scaled_block_norms(a, largest, ROWS, PADDED, BLOCK), 1)
+    tl.store(norms_ptr + unit.to(tl.int64) * M + rows, scaled_back(norm, largest), mask=rows < M)
 
 
 @triton.jit(do_not_specialize=["D"])

@@ -188,6 +188,22 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     return _kernels(dy, "swiglu").swiglu_backward(dy, gate_up)
 
 
+def swiglu_with_norms(gate_up: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what `swiglu` returns, and its `row_norms`."""
+    if _has_no_units(gate_up):
+        y = swiglu(gate_up, out)
+        return y, row_norms(y)
+    return _kernels(gate_up, "swiglu").swiglu_with_norms(gate_up, out)
+
+
+def swiglu_backward_with_norms(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `swiglu_backward` returns, and its `row_norms`, a unit having 2 B columns."""
+    if _has_no_units(gate_up):
+        dgate_up = swiglu_backward(dy, gate_up)
+        return dgate_up, row_norms(dgate_up.flatten(2))
+    return _kernels(dy, "swiglu").swiglu_backward_with_norms(dy, gate_up)
+
+
 def ce_statistics(logits: Tensor, first_unit: int, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return f32 [M], to be combined by MAX: the largest logit (+inf for NaN); and what `ce_sums` needs."""
     return _kernels(logits, "cross_entropy").ce_statistics(logits, first_unit, vocab_size)

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from ntp_kernels.swiglu import swiglu, swiglu_backward
+from ntp_kernels.cut_scale import row_norms
+from ntp_kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_with_norms, swiglu_with_norms
 
 
 @pytest.mark.parametrize("width", [16, 48])
@@ -41,3 +42,19 @@ def test_huge_gates_saturate_without_nan(device):
     gate_up[:, :, 1] = 1
     assert swiglu(gate_up).isfinite().all()
     assert swiglu_backward(torch.ones(1, 1, 16, device=device), gate_up).isfinite().all()
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 128, 1024])  # some take them in a launch of their own
+def test_norms_taken_on_the_way_are_those_of_the_result(draw, device, width):
+    gate_up, dy = draw(7, 3, 2, width), draw(7, 3, width)
+    gate_up[1, 2, 0, 5], gate_up[2], gate_up[3] = float("nan"), 0, gate_up[3] * 1e-30
+    (y, norms), (dgate_up, dnorms) = swiglu_with_norms(gate_up), swiglu_backward_with_norms(dy, gate_up)
+    assert torch.equal(y[3:], swiglu(gate_up)[3:])
+    assert torch.equal(dgate_up[3:], swiglu_backward(dy, gate_up)[3:])
+    for mine, result in ((norms, y), (dnorms, dgate_up.flatten(2))):
+        assert mine[2, 1].isnan()
+        assert mine.isnan().sum() == 1
+        if device.type == "cuda":
+            torch.testing.assert_close(mine, row_norms(result), rtol=0, atol=0, equal_nan=True)
+        else:  # the interpreter adds by numpy, which cuts a sum as it likes
+            torch.testing.assert_close(mine, row_norms(result), rtol=3e-7, atol=0, equal_nan=True)
