@@ -61,7 +61,7 @@ def test_analytic_times_of_a_70b_layer_stack_by_hand():
     attention = scores / (989e12 * 0.5) + 2.5 * scores / (989e12 * 0.43)
     sums = (80 * 4 + 2) * 7 / 8 * 4096 * 8192 * (4 + 2) / 175e9
     norms, ffn, q, kv, vocab = 36 * 8192, 3584, 1024, 128, 126 * 128
-    row_norms = 2 * (q + ffn + (q + 2 * kv) + 2 * ffn)
+    row_norms = 2 * (q + (q + 2 * kv))
     layer = norms + 4 * 6 * 8192 + 18 * ffn + 8 * (q + kv) + row_norms
     pointwise = (4096 * (80 * layer + 8 * vocab) + 8 * rank.elements) / 3000e9
     assert found.microbatch[8] == pytest.approx(gemm + attention + sums + pointwise, rel=1e-6)

@@ -21,7 +21,9 @@ _SWIGLU = 6 + 12  # times FFN width
 _NORM_AGAIN, _SWIGLU_AGAIN = 4, 6  # where backward makes them again; a layer has two norms
 _ROPE = 4 + 4  # times width of q and k
 _FINISH = 6  # times hidden and sum: int32 in, bfloat16 out
-_ROW_NORMS = 2  # times width of what enters a cut product
+_ROW_NORMS = (
+    2  # times width of what enters attention's cut products; SwiGLU takes those of its results itself
+)
 _LOGITS = 8  # times vocabulary: written, read, their gradient written, read
 # Bytes of an element.
 _ACCUMULATE = 8  # of a microbatch: the float32 gradient is read and written
@@ -131,11 +133,11 @@ def _computed_again(batch: Batch) -> int:
 def _bytes_per_token(job: Job, rank: RankLoad) -> int:
     hidden, head_dim = job.model.hidden_size, job.model.head_dim
     queries, keys = rank.heads * head_dim, rank.kv_heads * head_dim
-    forward, backward = queries + rank.ffn, queries + 2 * keys + 2 * rank.ffn  # what enters cut products
     layer = (_NORM + _FINISH * _SUMS) * hidden + _SWIGLU * rank.ffn + _ROPE * (queries + keys)
+    layer += _ROW_NORMS * (2 * queries + 2 * keys)
     if job.batch.recompute == "pointwise":
         layer += 2 * _NORM_AGAIN * hidden + _SWIGLU_AGAIN * rank.ffn
-    return rank.layers * (layer + _ROW_NORMS * (forward + backward)) + _LOGITS * rank.vocab
+    return rank.layers * layer + _LOGITS * rank.vocab
 
 
 @dataclass(frozen=True, slots=True)
