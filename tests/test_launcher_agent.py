@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from ntp_launcher import board
@@ -27,15 +27,17 @@ ONE_LOSS_ENDS_IT = ["--set", "elastic.enabled=false"]
 LOST = {f"STUB_{rank}": "lose" for rank in range(4)}
 
 
-def start(run_dir: Path, *options: str, **environ: str) -> "subprocess.Popen[str]":
+def start(
+    run_dir: Path, *options: str, output: int | IO[str] = subprocess.PIPE, **environ: str
+) -> "subprocess.Popen[str]":
     path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "launcher"))
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "STUB_"))}
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER, TINY, "--run-dir", str(run_dir), *options],
         cwd=ROOT,
         env={**inherited, "PYTHONPATH": path, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
         text=True,
     )
 
@@ -150,6 +152,25 @@ def test_a_signal_is_passed_on_and_ends_everything(number: signal.Signals, tmp_p
     assert code == 128 + number
     assert err.splitlines()[-1] == f"ntp-launch: stopped by {number.name}"
     assert_nothing_is_left(tmp_path)
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    with start(tmp_path, *ONE_REPLICA) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0
+    assert said.count("stdout cannot be written any more (Broken pipe); the run goes on") == 1
+    assert said.count("\n") == 2  # the rank's own warning
+
+
+def test_a_run_without_any_output_ends_as_others_do(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        assert start(tmp_path, *ONE_REPLICA, output=full).wait(timeout=120) == 0
+        options = [*ONE_REPLICA, *ONE_LOSS_ENDS_IT]
+        failing = start(tmp_path, *options, output=full, STUB_1="exit:5", STUB_COUNT="3")
+        assert failing.wait(timeout=120) == 1
 
 
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:

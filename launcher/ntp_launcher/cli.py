@@ -7,7 +7,6 @@ said on stderr, the reason of the end in its last line.
 """
 
 import argparse
-import io
 import os
 import signal
 import sys
@@ -17,15 +16,18 @@ from types import FrameType
 from rich.console import Console
 
 from ntp.config import load_config
-from ntp.errors import NtpError
 from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
 from ntp.topology import parse_failed, read_rank_map
+from ntp_launcher.ending import ending
 from ntp_launcher.flags import Nodes, OneLineParser, add_torchrun_flags, nodes_from
 from ntp_launcher.job import Display, Job
 from ntp_launcher.memory_view import parse_memory
+from ntp_launcher.output import complain, output_is_dispensable
 from ntp_launcher.placement import block_size
 from ntp_launcher.view import show
+
+_COMMAND = "ntp-launch"
 
 
 class Stopped(BaseException):
@@ -36,13 +38,11 @@ def main(argv: Sequence[str] | None = None, worker_module: str = "ntp.worker") -
     """Runs the command line; returns the exit code."""
     previous = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        args = build_parser(os.environ).parse_args(argv)
-        return run(args, os.environ, worker_module)
-    except NtpError as error:
-        _complain(str(error))
-        return error.exit_code
+        return ending(
+            _COMMAND, lambda: run(build_parser(os.environ).parse_args(argv), os.environ, worker_module)
+        )
     except Stopped as stop:
-        _complain(f"stopped by {stop}")
+        complain(_COMMAND, f"stopped by {stop}")
         return 128 + signal.Signals[str(stop)].value
     finally:
         for number, handler in previous.items():
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None, worker_module: str = "ntp.worker") -
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The command line's grammar."""
     parser = OneLineParser(
-        prog="ntp-launch",
+        prog=_COMMAND,
         description="Plan a training job on the GPUs that are there, and run it.",
         allow_abbrev=False,
     )
@@ -147,19 +147,13 @@ def _launch(job: Job, nodes: Nodes) -> int:
     from ntp_launcher.preflight import check_node
 
     check_node(job, nodes)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
-    code, message = agent.launch(job, nodes)
-    if code:
-        _complain(message)
-    else:
-        sys.stdout.write(f"ntp-launch: {message}\n")
+    with output_is_dispensable(_COMMAND):
+        code, message = agent.launch(job, nodes)
+        if code:
+            complain(_COMMAND, message)
+        else:
+            sys.stdout.write(f"{_COMMAND}: {message}\n")
     return code
-
-
-def _complain(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
-    sys.stderr.write(f"ntp-launch: {' '.join(message.split())}\n")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

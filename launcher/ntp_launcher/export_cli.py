@@ -11,8 +11,7 @@ from ntp_launcher.flags import LaunchError, OneLineParser, number
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, or 2 with one line on stderr."""
-    args = build_parser().parse_args(argv)
-    return ending("ntp-export", lambda: _export(args))
+    return ending("ntp-export", lambda: _export(build_parser().parse_args(argv)))
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -33,9 +33,11 @@ _NVLINK_RANKS = 8  # of one host, as most are built
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = build_parser().parse_args(argv)
-    run = {"simulate": _simulate, "advise": _advise, "predict": _predict}[args.command]
-    return ending("ntp-plan", lambda: run(args))
+    return ending("ntp-plan", lambda: _plan(build_parser().parse_args(argv)))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    return {"simulate": _simulate, "advise": _advise, "predict": _predict}[args.command](args)
 
 
 def build_parser() -> argparse.ArgumentParser:
