@@ -202,6 +202,50 @@ def test_all_workers_are_restarted_as_often_as_asked(tmp_path: Path) -> None:
     assert {w["environ"]["TORCHELASTIC_RESTART_COUNT"] for w in seen(tmp_path).values()} == {"1"}
 
 
+def test_a_run_directory_is_one_jobs_until_its_launcher_is_gone(tmp_path: Path) -> None:
+    process = start(tmp_path, *ONE_REPLICA, **{f"STUB_{rank}": "deaf" for rank in range(3)})
+    wait(lambda: len(seen(tmp_path)) == 3)
+    before = {name: (tmp_path / name).read_text() for name in ("resolved.yaml", "events.jsonl")}
+    code, out, err = launch(tmp_path, *ONE_REPLICA, "--set", "train.seed=1")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{str(tmp_path)!r} is in use by a running job (process {process.pid} on " in err
+    assert before == {name: (tmp_path / name).read_text() for name in before}
+    process.kill()
+    finish_quietly(process)
+    children = [worker["pids"][1] for worker in seen(tmp_path).values()]
+    assert launch(tmp_path, *ONE_REPLICA)[0] == 0  # whatever workers have left behind
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+
+
+def events(run_dir: Path) -> list[str]:
+    return [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_new_run_begins_with_files_of_its_own_and_says_so(tmp_path: Path) -> None:
+    kept = tmp_path / "checkpoints" / "step1"
+    kept.mkdir(parents=True)
+    _, _, first = launch(tmp_path, *ONE_REPLICA)
+    assert "replaced" not in first
+    for told in ("metrics.jsonl", "tensorboard/events.out.tfevents.1"):
+        (tmp_path / told).parent.mkdir(exist_ok=True)
+        (tmp_path / told).write_text("of an earlier run\n")
+    code, _, err = launch(tmp_path, *ONE_REPLICA, "--failed", "2", "--set", "train.seed=1")
+    assert code == 0
+    assert err.count(f"ntp-launch: the results of an earlier run in {str(tmp_path)!r} are replaced\n") == 1
+    assert events(tmp_path) == ["start", "end"]
+    assert "earlier" not in (tmp_path / "metrics.jsonl").read_text()
+    assert list((tmp_path / "tensorboard").iterdir()) == []
+    assert kept.exists()
+
+
+def test_a_restart_of_all_workers_is_no_new_run(tmp_path: Path) -> None:
+    options = [*ONE_REPLICA, *ONE_LOSS_ENDS_IT, "--max-restarts", "1"]
+    code, _, err = launch(tmp_path, *options, STUB_1="once")
+    assert (code, "replaced" in err) == (0, False)
+    assert events(tmp_path).count("start") == 2
+
+
 def two_agents(tmp_path: Path, *options: tuple[str, ...], **environ: str) -> list[tuple[int, str, str]]:
     """Two agents on this host, for a mesh of 1 x TP4; `options` are each one's own."""
     shared = ["--set", "parallel.dp=1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
