@@ -150,7 +150,7 @@ def test_a_signal_is_passed_on_and_ends_everything(number: signal.Signals, tmp_p
     process.send_signal(number)
     code, _, err = finish(process)
     assert code == 128 + number
-    assert err.splitlines()[-1] == f"ntp-launch: stopped by {number.name}"
+    assert err == f"rank 0 warns\nntp-launch: stopped by {number.name}\n"
     assert_nothing_is_left(tmp_path)
 
 
@@ -171,6 +171,19 @@ def test_a_run_without_any_output_ends_as_others_do(tmp_path: Path) -> None:
         options = [*ONE_REPLICA, *ONE_LOSS_ENDS_IT]
         failing = start(tmp_path, *options, output=full, STUB_1="exit:5", STUB_COUNT="3")
         assert failing.wait(timeout=120) == 1
+
+
+def test_a_worker_takes_sigint_for_its_end_and_not_for_an_error() -> None:
+    code = "import os, signal; from ntp import worker; worker.Surroundings = Interrupt; worker.main()"
+    interrupt = "class Interrupt: from_environment = lambda: os.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{interrupt}\n{code}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:

@@ -240,7 +240,12 @@ class MeshAgent(SimpleElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = STOP_S, **_: Any
     ) -> None:
-        """Ends the workers; tells the other agents if a signal is the reason, and lets them go first."""
+        """Ends the workers; tells the other agents if a signal is the reason, and lets them go first.
+
+        Workers never get SIGINT: Python answers with a traceback until they have begun.
+        """
+        if death_sig == signal.SIGINT:
+            death_sig = signal.SIGTERM
         with self._held:
             node, self._node = self._node, None
             if node is None:
