@@ -13,8 +13,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from rich.console import Console
-
 from ntp.config import load_config
 from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
@@ -23,7 +21,7 @@ from ntp_launcher.ending import ending
 from ntp_launcher.flags import Nodes, OneLineParser, add_torchrun_flags, nodes_from
 from ntp_launcher.job import Display, Job
 from ntp_launcher.memory_view import parse_memory
-from ntp_launcher.output import complain, output_is_dispensable
+from ntp_launcher.output import complain, output_is_dispensable, table_console
 from ntp_launcher.placement import block_size
 from ntp_launcher.view import show
 
@@ -119,7 +117,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str
     block_size(parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
     check_vocabulary(open_tokenizer(config.data.tokenizer), config.model.vocab_size)
     if args.dry_run:
-        show(config, plan, Console(), args.device_memory)
+        show(config, plan, table_console(), args.device_memory)
         return 0
     job = Job(
         config,

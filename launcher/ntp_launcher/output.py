@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
+
 from ntp.errors import NtpError
 
 if TYPE_CHECKING:
@@ -67,6 +69,17 @@ def output_is_dispensable(command: str) -> Iterator[None]:
 
     with _replaced("stderr", lambda _: None), _replaced("stdout", tell):
         yield
+
+
+_WIDE = 1 << 10  # columns; more than any table has
+
+
+def table_console() -> Console:
+    """The console of tables: a terminal's own width, or all that a table needs where there is none."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDE
+    return console
 
 
 def complain(command: str, message: str) -> None:
