@@ -18,7 +18,7 @@ from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
 from ntp.topology import parse_failed, read_rank_map
 from ntp_launcher.ending import ending
-from ntp_launcher.flags import Nodes, OneLineParser, add_torchrun_flags, nodes_from
+from ntp_launcher.flags import LaunchError, Nodes, OneLineParser, add_torchrun_flags, nodes_from
 from ntp_launcher.job import Display, Job
 from ntp_launcher.memory_view import parse_memory
 from ntp_launcher.output import complain, output_is_dispensable, table_console
@@ -60,7 +60,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="RANKS",
-        help="GPUs that do not exist: base-mesh ranks (3,5), coordinates (dp=0/tp=3) or @FILE, one a line",
+        help="GPUs that do not exist: base-mesh ranks (3,5), coordinates (dp=0/tp=3) or @FILE, one a line "
+        "(an empty file means none)",
     )
     parser.add_argument(
         "--rank-map",
@@ -84,7 +85,9 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="go on from a checkpoint: auto (the latest), a step, or the path of a checkpoint or run",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="refuse a damaged checkpoint, do not take an older one"
+        "--strict",
+        action="store_true",
+        help="with --resume: refuse a damaged checkpoint, do not take an older one",
     )
     parser.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="show the config and the plan, start nothing"
@@ -110,6 +113,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str) -> int:
     """Checks everything that can be checked, then shows the plan or runs the job. Raises NtpError."""
+    _check_pairs(args)
     nodes = nodes_from(args, environ)
     config = load_config(args.config, _overrides(args))
     parallel = config.parallel
@@ -130,6 +134,14 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str
         Display(args.quiet, args.log_format),
     )
     return _launch(job, nodes)
+
+
+def _check_pairs(args: argparse.Namespace) -> None:
+    """Raises LaunchError for an option that means nothing without another one."""
+    if args.strict and args.resume is None:
+        raise LaunchError("--strict is about the checkpoint of --resume, which is missing")
+    if args.device_memory is not None and not args.dry_run:
+        raise LaunchError("--device-memory is for --dry-run, which is missing")
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:

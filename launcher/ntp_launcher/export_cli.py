@@ -20,7 +20,7 @@ def _export(args: argparse.Namespace) -> int:
     try:
         step, dtype = export(Path(args.run_dir), Path(args.out), args.step, args.dtype)
     except OSError as error:
-        raise LaunchError(str(error)) from None
+        raise LaunchError(f"cannot export to {args.out!r}: {error}") from None
     sys.stdout.write(f"ntp-export: step {step} in {dtype}, written to {args.out}\n")
     return 0
 
@@ -31,7 +31,7 @@ def build_parser() -> OneLineParser:
         prog="ntp-export", description="Write a checkpoint as a Hugging Face folder.", allow_abbrev=False
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
-    parser.add_argument("out", metavar="OUT", help="the folder to write; must be new or empty")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, new or empty")
     parser.add_argument("--step", type=number(0), help="which checkpoint (default: the newest sound one)")
     parser.add_argument(
         "--dtype",
