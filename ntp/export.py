@@ -52,8 +52,8 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str | None 
         The step that was exported and the dtype.
 
     Raises:
-        RunError, CheckpointError, HuggingFaceError: `run_dir` is none; no sound checkpoint; `out` is in use;
-            the source folder is gone.
+        RunError, CheckpointError, HuggingFaceError: `run_dir` is none; no sound checkpoint; `out` is in use
+            or cannot be made; the source folder is gone.
     """
     checkpoint, manifest = _sound_checkpoint(run_dir, step)
     model, tokenizer, seq_len = _what_was_trained(checkpoint, manifest)
@@ -61,8 +61,11 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str | None 
     settings = read_json(source / CONFIG) if source else None
     dtype = dtype or _dtype_of(settings)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise HuggingFaceError(f"{str(out)!r} exists already; name a new folder")
-    out.mkdir(parents=True, exist_ok=True)
+        raise HuggingFaceError(f"{str(out)!r} exists already and is not an empty folder; name a new one")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HuggingFaceError(f"cannot write {str(out)!r}: {error.strerror}") from None
     settings = settings or config_json(model, seq_len, dtype)
     key = "dtype" if "dtype" in settings else "torch_dtype"
     _write_json(out / CONFIG, settings | {key: dtype})

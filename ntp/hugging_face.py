@@ -267,7 +267,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise HuggingFaceError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise HuggingFaceError(f"{str(path)!r} is not JSON") from None
     if not isinstance(value, dict):
         raise HuggingFaceError(f"{str(path)!r} is not a JSON object")

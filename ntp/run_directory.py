@@ -129,7 +129,7 @@ def read_objects(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
 def _object(path: Path, number: int, line: str, keys: Sequence[str]) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or any(key not in value for key in keys):
         raise RunError(
@@ -145,7 +145,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
         return {}
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise RunError(f"{str(path)!r} is not what a run writes: it is not JSON") from None
 
 

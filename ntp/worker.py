@@ -7,6 +7,7 @@ worker plans for itself.
 """
 
 import os
+import signal
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ _CONNECTIONS = "32"
 
 
 def main() -> None:
-    """Run this worker to the end of training."""
+    """Run this worker to the end of training. SIGINT ends it as SIGTERM does, without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     here = Surroundings.from_environment()
     torch.set_num_threads(1)  # a second thread would cut reductions elsewhere
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CONNECTIONS)

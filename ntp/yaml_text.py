@@ -60,6 +60,8 @@ def load_value(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}{where}: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a timestamp such as 2026-99-99
         raise ConfigError(f"{origin}: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{origin}: nested too deeply") from None
 
 
 def line_of(text: str, keys: Sequence[str | int]) -> int:

@@ -1,9 +1,14 @@
 """Wrong invocations of the commands around `ntp-launch`: one line with the facts, code 2, no traceback."""
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import IO
 
 import pytest
 from ntp_launcher.ending import ending
@@ -74,7 +79,45 @@ def test_ctrl_c_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
-    command = f"{sys.executable} -m ntp_launcher.completion_cli bash | head -n 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+TELLS_MUCH = [
+    "ntp_launcher.completion_cli bash",
+    "ntp_launcher.plan_cli --help",
+    f"ntp_launcher.plan_cli predict {TINY}",
+    f"ntp_launcher {TINY} --dry-run",
+]
+
+
+@contextmanager
+def no_reader() -> Iterator[int]:
+    """The descriptor of a pipe that nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+def python(command: str, stdout: int | IO[str], stderr: int | IO[str]) -> "subprocess.CompletedProcess[str]":
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-m", *command.split()]
+    return subprocess.run(words, stdout=stdout, stderr=stderr, text=True, env=environ, check=False)
+
+
+@pytest.mark.parametrize("command", TELLS_MUCH)
+def test_a_reader_that_leaves_ends_a_command_without_a_word(command: str) -> None:
+    with no_reader() as pipe:
+        done = python(command, stdout=pipe, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("command", TELLS_MUCH)
+def test_output_that_finds_no_room_is_told_in_one_line(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = python(command, stdout=full, stderr=subprocess.PIPE)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.endswith("cannot write to stdout: No space left on device")
+
+
+def test_a_complaint_that_nobody_hears_keeps_its_code() -> None:
+    with no_reader() as pipe:
+        assert python("ntp_launcher.plan_cli advise nowhere.yaml", stdout=pipe, stderr=pipe).returncode == 2

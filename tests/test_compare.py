@@ -90,6 +90,8 @@ def test_export_takes_the_newest_sound_checkpoint(tmp_path, capsys):
     assert "step 2 in bfloat16" in capsys.readouterr().out
     assert export_cli.main([str(run_dir), str(tmp_path / "out")]) == 2
     assert "exists already" in capsys.readouterr().err
+    assert export_cli.main([str(run_dir), "/proc/x"]) == 2
+    assert "cannot write '/proc/x': " in capsys.readouterr().err
     assert export_cli.main([str(run_dir), str(tmp_path / "new"), "--step", "3"]) == 2
     assert "there are: 2, 4" in capsys.readouterr().err
     flip(run_dir / "checkpoints" / "step-00000002" / "pieces-00000.safetensors", 30_000)

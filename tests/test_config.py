@@ -130,6 +130,8 @@ def test_a_wrong_value_is_refused_with_its_key_and_itself(override: str, said: l
         (b"a: &a [*a]", "plain tree"),
         (b"? [1, 2]\n: 3", "unhashable"),
         (b"a: 2026-99-99", "month"),
+        (b"[" * 5000, "nested too deeply"),
+        (b"[" * 60 + b"]" * 60, "sections"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused_in_one_line(content: bytes, said: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from ntp_launcher import board
@@ -27,15 +27,17 @@ ONE_LOSS_ENDS_IT = ["--set", "elastic.enabled=false"]
 LOST = {f"STUB_{rank}": "lose" for rank in range(4)}
 
 
-def start(run_dir: Path, *options: str, **environ: str) -> "subprocess.Popen[str]":
+def start(
+    run_dir: Path, *options: str, output: int | IO[str] = subprocess.PIPE, **environ: str
+) -> "subprocess.Popen[str]":
     path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "launcher"))
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "STUB_"))}
     return subprocess.Popen(
         [sys.executable, "-c", DRIVER, TINY, "--run-dir", str(run_dir), *options],
         cwd=ROOT,
         env={**inherited, "PYTHONPATH": path, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
         text=True,
     )
 
@@ -148,8 +150,40 @@ def test_a_signal_is_passed_on_and_ends_everything(number: signal.Signals, tmp_p
     process.send_signal(number)
     code, _, err = finish(process)
     assert code == 128 + number
-    assert err.splitlines()[-1] == f"ntp-launch: stopped by {number.name}"
+    assert err == f"rank 0 warns\nntp-launch: stopped by {number.name}\n"
     assert_nothing_is_left(tmp_path)
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    with start(tmp_path, *ONE_REPLICA) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0
+    assert said.count("stdout cannot be written any more (Broken pipe); the run goes on") == 1
+    assert said.count("\n") == 2  # the rank's own warning
+
+
+def test_a_run_without_any_output_ends_as_others_do(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        assert start(tmp_path, *ONE_REPLICA, output=full).wait(timeout=120) == 0
+        options = [*ONE_REPLICA, *ONE_LOSS_ENDS_IT]
+        failing = start(tmp_path, *options, output=full, STUB_1="exit:5", STUB_COUNT="3")
+        assert failing.wait(timeout=120) == 1
+
+
+def test_a_worker_takes_sigint_for_its_end_and_not_for_an_error() -> None:
+    code = "import os, signal; from ntp import worker; worker.Surroundings = Interrupt; worker.main()"
+    interrupt = "class Interrupt: from_environment = lambda: os.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{interrupt}\n{code}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
@@ -179,6 +213,50 @@ def test_all_workers_are_restarted_as_often_as_asked(tmp_path: Path) -> None:
     assert out.count("hello from 0") == 2
     assert (tmp_path / "logs" / "attempt1" / "rank1" / "stdout.log").exists()
     assert {w["environ"]["TORCHELASTIC_RESTART_COUNT"] for w in seen(tmp_path).values()} == {"1"}
+
+
+def test_a_run_directory_is_one_jobs_until_its_launcher_is_gone(tmp_path: Path) -> None:
+    process = start(tmp_path, *ONE_REPLICA, **{f"STUB_{rank}": "deaf" for rank in range(3)})
+    wait(lambda: len(seen(tmp_path)) == 3)
+    before = {name: (tmp_path / name).read_text() for name in ("resolved.yaml", "events.jsonl")}
+    code, out, err = launch(tmp_path, *ONE_REPLICA, "--set", "train.seed=1")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{str(tmp_path)!r} is in use by a running job (process {process.pid} on " in err
+    assert before == {name: (tmp_path / name).read_text() for name in before}
+    process.kill()
+    finish_quietly(process)
+    children = [worker["pids"][1] for worker in seen(tmp_path).values()]
+    assert launch(tmp_path, *ONE_REPLICA)[0] == 0  # whatever workers have left behind
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+
+
+def events(run_dir: Path) -> list[str]:
+    return [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_new_run_begins_with_files_of_its_own_and_says_so(tmp_path: Path) -> None:
+    kept = tmp_path / "checkpoints" / "step1"
+    kept.mkdir(parents=True)
+    _, _, first = launch(tmp_path, *ONE_REPLICA)
+    assert "replaced" not in first
+    for told in ("metrics.jsonl", "tensorboard/events.out.tfevents.1"):
+        (tmp_path / told).parent.mkdir(exist_ok=True)
+        (tmp_path / told).write_text("of an earlier run\n")
+    code, _, err = launch(tmp_path, *ONE_REPLICA, "--failed", "2", "--set", "train.seed=1")
+    assert code == 0
+    assert err.count(f"ntp-launch: the results of an earlier run in {str(tmp_path)!r} are replaced\n") == 1
+    assert events(tmp_path) == ["start", "end"]
+    assert "earlier" not in (tmp_path / "metrics.jsonl").read_text()
+    assert list((tmp_path / "tensorboard").iterdir()) == []
+    assert kept.exists()
+
+
+def test_a_restart_of_all_workers_is_no_new_run(tmp_path: Path) -> None:
+    options = [*ONE_REPLICA, *ONE_LOSS_ENDS_IT, "--max-restarts", "1"]
+    code, _, err = launch(tmp_path, *options, STUB_1="once")
+    assert (code, "replaced" in err) == (0, False)
+    assert events(tmp_path).count("start") == 2
 
 
 def two_agents(tmp_path: Path, *options: tuple[str, ...], **environ: str) -> list[tuple[int, str, str]]:

@@ -74,6 +74,8 @@ BAD_INPUT = [
     (["--rdzv_endpoint", "host:port"], "host:port"),
     (["--run-dir", "empty.txt/run"], "empty.txt/run"),
     (["--fialed", "3"], "--fialed"),
+    (["--strict"], "--strict"),
+    (["--device-memory", "80GiB"], "--device-memory"),
 ]
 
 
@@ -94,6 +96,11 @@ def test_bad_input_exits_with_2_and_one_line_and_starts_nothing(
     assert said.err.count("\n") == 1
     assert offender in said.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_empty_file_of_failed_ranks_means_none(tmp_path: Path) -> None:
+    (tmp_path / "failed").touch()
+    assert main([TINY, "--failed", "@failed", "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize("config", ["nowhere.yaml", "broken.yaml", "."])

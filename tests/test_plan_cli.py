@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from ntp_launcher import plan_cli, plan_plots
 from ntp_launcher.cli import main as launch
 from ntp_launcher.plan_cli import main
 
@@ -54,6 +55,46 @@ def test_simulate_prints_assumptions_and_tables_and_writes_json_and_plots(tmp_pa
         "spares.png",
         "throughput.png",
     ]
+
+
+def test_no_width_cuts_a_number_and_a_pipe_has_none(tmp_path, capsys, monkeypatch):
+    policies = [{"name": "drop all that is damaged", "degrees": "whole"}, {"name": "free", "degrees": "free"}]
+    sweep = {"fractions": [each / 20 for each in range(10)], "samples": 3}
+    simulation = {"days": 5, "seeds": 2, "max_spare_domains": 4}
+    path = write(tmp_path / "c.yaml", policies=policies, sweep=sweep, simulation=simulation)
+    for columns in ("60", "80"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["simulate", str(path)]) == 0
+        assert "…" not in capsys.readouterr().out
+    monkeypatch.delenv("COLUMNS")
+    assert main(["simulate", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "│ drop all that is damaged │" in said
+    assert "┃ spare domains for no loss ┃" in said
+
+
+OUTPUTS = [
+    ["simulate", "c.yaml", "--json", "nowhere/r.json"],
+    ["simulate", "c.yaml", "--json", "."],
+    ["simulate", "c.yaml", "--plots", "c.yaml"],
+    ["advise", TINY, "--rank-map", "nowhere/map.json"],
+]
+
+
+@pytest.mark.parametrize("argv", OUTPUTS, ids=" ".join)
+def test_an_output_that_cannot_be_written_is_told_before_the_work(argv, tmp_path, capsys, monkeypatch):
+    write(tmp_path / "c.yaml")
+    for work in ("run", "advise"):
+        monkeypatch.setattr(plan_cli, work, None)
+    refused(main, argv, capsys, argv[-1])
+
+
+def test_plots_without_matplotlib_are_refused_before_the_work(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "c.yaml")
+    monkeypatch.setattr(plan_cli, "run", None)
+    monkeypatch.setattr(plan_plots, "find_spec", lambda name: None)
+    refused(main, ["simulate", "c.yaml", "--plots", "plots"], capsys, "matplotlib", "pip install")
+    assert not (tmp_path / "plots").exists()
 
 
 def test_equal_studies_give_equal_results(tmp_path):

@@ -1,7 +1,10 @@
 """The report page and the doctor: what they say, and that the page needs nothing from outside."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,26 @@ def test_the_doctor_looks_at_this_machine(capsys: pytest.CaptureFixture[str], tm
     assert {"torch", "disk", "host memory", "gloo group"} <= found.keys()
     assert "rebuilt in" in found["gloo group"]["found"]
     assert found["torch"]["level"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "expected"),
+    [
+        (False, "ok kernels: not needed: the torch twins compute on a processor"),
+        (True, "bad kernels: triton is absent"),
+    ],
+)
+def test_the_doctor_needs_no_triton(has_gpu: bool, expected: str) -> None:
+    code = (
+        "import sys, torch; sys.modules['triton'] = None; from ntp_launcher import doctor; "
+        f"torch.cuda.is_available = lambda: {has_gpu}; "
+        "print(*(f'{one.level} {one.name}: {one.found}' for one in doctor._kernels()))"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True
+    )
+    assert done.stdout.strip() == expected
 
 
 def test_the_doctor_says_what_will_not_work_and_what_to_do() -> None:

@@ -43,12 +43,14 @@ from ntp_launcher.environment import Rendezvous
 from ntp_launcher.events import End
 from ntp_launcher.failure import failure_report
 from ntp_launcher.flags import LaunchError, Nodes
-from ntp_launcher.job import Job, prepare_run_dir, proposed_run_dir
+from ntp_launcher.job import Job, clear_run_dir, describe_job, make_run_dir, proposed_run_dir
 from ntp_launcher.late import EndedError, LateRendezvous, running_job
 from ntp_launcher.mail import Post
 from ntp_launcher.node import LeaderLostError, Node
 from ntp_launcher.outcome import ExitCode
+from ntp_launcher.output import complain
 from ntp_launcher.placement import block_size, local_ranks, node_ranks
+from ntp_launcher.run_lock import locked
 
 FAREWELL_S = 5.0  # for other agents to read the end of the job
 STOP_S = 10.0  # from a signal to the launcher until its workers get SIGKILL
@@ -76,6 +78,7 @@ class MeshAgent(SimpleElasticAgent):
         self._board: Board | None = None
         self._server: Store | None = None
         self._node: Node | None = None
+        self._held = contextlib.ExitStack()  # the lock of the run directory, from a start to its stop
 
     @property
     def log_dir(self) -> Path:
@@ -126,12 +129,27 @@ class MeshAgent(SimpleElasticAgent):
                 )
         leader = claims[blocks.index(0)]
         self._leader_rank, self._leader_host = blocks.index(0), leader["host"]
-        self.run_dir = prepare_run_dir(job, job.run_dir or leader["run_dir"])
+        self.run_dir = make_run_dir(job.run_dir or leader["run_dir"])
+        if self._post.node == 0:
+            self._take_run_dir()
         size = block_size(job.config.parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
         return local_ranks(self._post.node, size, job.plan.world)
 
+    def _take_run_dir(self) -> None:
+        """Makes the run directory this job's alone. Raises LaunchError where another job runs in it."""
+        self._held.enter_context(locked(self.run_dir))
+        is_new = self._job.resume is None and self._attempt == 0
+        if is_new and clear_run_dir(self.run_dir):
+            complain("ntp-launch", f"the results of an earlier run in {str(self.run_dir)!r} are replaced")
+        describe_job(self._job, self.run_dir)
+
+    @property
+    def _attempt(self) -> int:
+        """How often all workers have been restarted."""
+        return self._worker_group.spec.max_restarts - self._remaining_restarts
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        attempt = worker_group.spec.max_restarts - self._remaining_restarts
+        attempt = self._attempt
         handler = worker_group.spec.rdzv_handler
         address = handler.address if isinstance(handler, LateRendezvous) else self._meet(attempt)
         self._node = Node(
@@ -223,19 +241,25 @@ class MeshAgent(SimpleElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = STOP_S, **_: Any
     ) -> None:
-        """Ends the workers; tells the other agents if a signal is the reason, and lets them go first."""
-        node, self._node = self._node, None
-        if node is None:
-            return
-        cause = sys.exception()
-        try:
-            if isinstance(cause, SignalException):
-                name, number = cause.sigval.name, cause.sigval.value
-                node.resign(death_sig, timeout, f"its agent was stopped by {name}", 128 + number)
-            else:
-                node.crew.stop(death_sig, timeout)
-        finally:
-            node.leave(FAREWELL_S)
+        """Ends the workers; tells the other agents if a signal is the reason, and lets them go first.
+
+        Workers never get SIGINT: Python answers with a traceback until they have begun.
+        """
+        if death_sig == signal.SIGINT:
+            death_sig = signal.SIGTERM
+        with self._held:
+            node, self._node = self._node, None
+            if node is None:
+                return
+            cause = sys.exception()
+            try:
+                if isinstance(cause, SignalException):
+                    name, number = cause.sigval.name, cause.sigval.value
+                    node.resign(death_sig, timeout, f"its agent was stopped by {name}", 128 + number)
+                else:
+                    node.crew.stop(death_sig, timeout)
+            finally:
+                node.leave(FAREWELL_S)
 
 
 def launch(job: Job, nodes: Nodes) -> tuple[int, str]:

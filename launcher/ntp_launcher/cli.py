@@ -7,25 +7,25 @@ said on stderr, the reason of the end in its last line.
 """
 
 import argparse
-import io
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from rich.console import Console
-
 from ntp.config import load_config
-from ntp.errors import NtpError
 from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
 from ntp.topology import parse_failed, read_rank_map
-from ntp_launcher.flags import Nodes, OneLineParser, add_torchrun_flags, nodes_from
+from ntp_launcher.ending import ending
+from ntp_launcher.flags import LaunchError, Nodes, OneLineParser, add_torchrun_flags, nodes_from
 from ntp_launcher.job import Display, Job
 from ntp_launcher.memory_view import parse_memory
+from ntp_launcher.output import complain, output_is_dispensable, table_console
 from ntp_launcher.placement import block_size
 from ntp_launcher.view import show
+
+_COMMAND = "ntp-launch"
 
 
 class Stopped(BaseException):
@@ -36,13 +36,11 @@ def main(argv: Sequence[str] | None = None, worker_module: str = "ntp.worker") -
     """Runs the command line; returns the exit code."""
     previous = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        args = build_parser(os.environ).parse_args(argv)
-        return run(args, os.environ, worker_module)
-    except NtpError as error:
-        _complain(str(error))
-        return error.exit_code
+        return ending(
+            _COMMAND, lambda: run(build_parser(os.environ).parse_args(argv), os.environ, worker_module)
+        )
     except Stopped as stop:
-        _complain(f"stopped by {stop}")
+        complain(_COMMAND, f"stopped by {stop}")
         return 128 + signal.Signals[str(stop)].value
     finally:
         for number, handler in previous.items():
@@ -52,7 +50,7 @@ def main(argv: Sequence[str] | None = None, worker_module: str = "ntp.worker") -
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The command line's grammar."""
     parser = OneLineParser(
-        prog="ntp-launch",
+        prog=_COMMAND,
         description="Plan a training job on the GPUs that are there, and run it.",
         allow_abbrev=False,
     )
@@ -62,7 +60,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="RANKS",
-        help="GPUs that do not exist: base-mesh ranks (3,5), coordinates (dp=0/tp=3) or @FILE, one a line",
+        help="GPUs that do not exist: base-mesh ranks (3,5), coordinates (dp=0/tp=3) or @FILE, one a line "
+        "(an empty file means none)",
     )
     parser.add_argument(
         "--rank-map",
@@ -86,7 +85,9 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="go on from a checkpoint: auto (the latest), a step, or the path of a checkpoint or run",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="refuse a damaged checkpoint, do not take an older one"
+        "--strict",
+        action="store_true",
+        help="with --resume: refuse a damaged checkpoint, do not take an older one",
     )
     parser.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="show the config and the plan, start nothing"
@@ -112,6 +113,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str) -> int:
     """Checks everything that can be checked, then shows the plan or runs the job. Raises NtpError."""
+    _check_pairs(args)
     nodes = nodes_from(args, environ)
     config = load_config(args.config, _overrides(args))
     parallel = config.parallel
@@ -119,7 +121,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str
     block_size(parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
     check_vocabulary(open_tokenizer(config.data.tokenizer), config.model.vocab_size)
     if args.dry_run:
-        show(config, plan, Console(), args.device_memory)
+        show(config, plan, table_console(), args.device_memory)
         return 0
     job = Job(
         config,
@@ -132,6 +134,14 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str
         Display(args.quiet, args.log_format),
     )
     return _launch(job, nodes)
+
+
+def _check_pairs(args: argparse.Namespace) -> None:
+    """Raises LaunchError for an option that means nothing without another one."""
+    if args.strict and args.resume is None:
+        raise LaunchError("--strict is about the checkpoint of --resume, which is missing")
+    if args.device_memory is not None and not args.dry_run:
+        raise LaunchError("--device-memory is for --dry-run, which is missing")
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:
@@ -147,19 +157,13 @@ def _launch(job: Job, nodes: Nodes) -> int:
     from ntp_launcher.preflight import check_node
 
     check_node(job, nodes)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
-    code, message = agent.launch(job, nodes)
-    if code:
-        _complain(message)
-    else:
-        sys.stdout.write(f"ntp-launch: {message}\n")
+    with output_is_dispensable(_COMMAND):
+        code, message = agent.launch(job, nodes)
+        if code:
+            complain(_COMMAND, message)
+        else:
+            sys.stdout.write(f"{_COMMAND}: {message}\n")
     return code
-
-
-def _complain(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
-    sys.stderr.write(f"ntp-launch: {' '.join(message.split())}\n")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

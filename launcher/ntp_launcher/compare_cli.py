@@ -6,6 +6,7 @@ checkpoints) may differ. Exit code: 0 no difference, 1 the first difference, whi
 be read.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,11 +34,11 @@ Step = Mapping[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = build_parser().parse_args(argv)
-    return ending("ntp-compare", lambda: _compare(Path(args.run_a), Path(args.run_b)))
+    return ending("ntp-compare", lambda: _compare(build_parser().parse_args(argv)))
 
 
-def _compare(a: Path, b: Path) -> int:
+def _compare(args: argparse.Namespace) -> int:
+    a, b = Path(args.run_a), Path(args.run_b)
     difference = next(differences(a, b), None)
     steps = sorted(_steps(a).keys() & _steps(b).keys())
     if difference is not None:

@@ -30,12 +30,11 @@ _DIRECTORIES = ("DIR", "RUN_DIR", "OUT")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = build_parser().parse_args(argv)
-    return ending("ntp-completion", lambda: _print(args.shell))
+    return ending("ntp-completion", lambda: _completion(build_parser().parse_args(argv)))
 
 
-def _print(shell: str) -> int:
-    sys.stdout.writelines(completion(parser, shell) for parser in parsers())
+def _completion(args: argparse.Namespace) -> int:
+    sys.stdout.writelines(completion(parser, args.shell) for parser in parsers())
     return 0
 
 

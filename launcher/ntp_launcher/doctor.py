@@ -159,10 +159,14 @@ def _links() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     import torch
-    from ntp_kernels import selftest
 
     if not torch.cuda.is_available():
         yield Finding("ok", "kernels", "not needed: the torch twins compute on a processor")
+        return
+    try:
+        from ntp_kernels import selftest
+    except ModuleNotFoundError as error:
+        yield Finding("bad", "kernels", f"{error.name} is absent", "pip install 'ntp-trainer[gpu]'")
         return
     device = torch.device("cuda", 0)
     began = time.monotonic()

@@ -3,6 +3,7 @@
 Exit codes: 0 nothing is broken, 1 something is.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -17,15 +18,14 @@ _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = build_parser().parse_args(argv)
-    return ending("ntp-doctor", lambda: _examine(args.run_dir, args.json))
+    return ending("ntp-doctor", lambda: _doctor(build_parser().parse_args(argv)))
 
 
-def _examine(run_dir: str, as_json: bool) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     worst = 0
-    for finding in examine(run_dir):
+    for finding in examine(args.run_dir):
         worst = max(worst, int(finding.level == "bad"))
-        if as_json:
+        if args.json:
             sys.stdout.write(json.dumps(asdict(finding)) + "\n")
             continue
         sys.stdout.write(f"{_SIGNS[finding.level]}  {finding.name:<16} {finding.found}\n")

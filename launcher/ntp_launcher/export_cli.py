@@ -11,8 +11,7 @@ from ntp_launcher.flags import LaunchError, OneLineParser, number
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, or 2 with one line on stderr."""
-    args = build_parser().parse_args(argv)
-    return ending("ntp-export", lambda: _export(args))
+    return ending("ntp-export", lambda: _export(build_parser().parse_args(argv)))
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -21,7 +20,7 @@ def _export(args: argparse.Namespace) -> int:
     try:
         step, dtype = export(Path(args.run_dir), Path(args.out), args.step, args.dtype)
     except OSError as error:
-        raise LaunchError(str(error)) from None
+        raise LaunchError(f"cannot export to {args.out!r}: {error}") from None
     sys.stdout.write(f"ntp-export: step {step} in {dtype}, written to {args.out}\n")
     return 0
 
@@ -32,7 +31,7 @@ def build_parser() -> OneLineParser:
         prog="ntp-export", description="Write a checkpoint as a Hugging Face folder.", allow_abbrev=False
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
-    parser.add_argument("out", metavar="OUT", help="the folder to write; must be new or empty")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, new or empty")
     parser.add_argument("--step", type=number(0), help="which checkpoint (default: the newest sound one)")
     parser.add_argument(
         "--dtype",

@@ -22,8 +22,7 @@ _POLL_S = 0.1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = build_parser().parse_args(argv)
-    return ending("ntp-heal", lambda: _heal(args))
+    return ending("ntp-heal", lambda: _heal(build_parser().parse_args(argv)))
 
 
 def build_parser() -> argparse.ArgumentParser:

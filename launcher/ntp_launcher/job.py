@@ -1,12 +1,12 @@
 """One job as a value, and its run directory.
 
-The run directory gets `resolved.yaml` and `plan.json` before any worker starts. They depend on nothing but
-the configuration and the failed ranks, so several agents may write them into one shared directory.
+The run directory gets `resolved.yaml` and `plan.json` before any worker starts, from the agent that leads.
 """
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,8 @@ from ntp.config import Config, dump_yaml, load_config
 from ntp.errors import ConfigError
 from ntp.plan import Plan
 from ntp_launcher.flags import LaunchError
+
+_TOLD = ("metrics.jsonl", "events.jsonl", "summary.json", "tensorboard/events.out.tfevents.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +78,40 @@ def previous_run(config: Config, runs: Path) -> Path | None:
     return None
 
 
-def prepare_run_dir(job: Job, path: str) -> Path:
-    """Makes the run directory and writes what is known before the start; raises LaunchError if it cannot.
-
-    A summary of an earlier run in the same directory is removed: it must not pass for this one's.
-    """
+def make_run_dir(path: str) -> Path:
+    """Makes the run directory, which agents may share; raises LaunchError if it cannot."""
     run_dir = Path(path).absolute()
-    try:
+    with _writing(path):
         run_dir.mkdir(parents=True, exist_ok=True)
+    return run_dir
+
+
+def clear_run_dir(run_dir: Path) -> bool:
+    """Removes what an earlier run has told of itself; whether there was any. Raises LaunchError.
+
+    Its checkpoints stay, and so do its logs until a rank writes its own.
+    """
+    told = [path for pattern in _TOLD for path in run_dir.glob(pattern)]
+    with _writing(str(run_dir)):
+        for path in told:
+            path.unlink(missing_ok=True)
+    return bool(told)
+
+
+def describe_job(job: Job, run_dir: Path) -> None:
+    """Writes what is known before the start; raises LaunchError if it cannot.
+
+    The summary of a run that this one goes on from is removed: it must not pass for this one's.
+    """
+    with _writing(str(run_dir)):
         (run_dir / "summary.json").unlink(missing_ok=True)
         (run_dir / "resolved.yaml").write_text(dump_yaml(job.config), encoding="utf-8")
         (run_dir / "plan.json").write_text(json.dumps(job.plan.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise LaunchError(f"cannot write the run directory {path!r}: {error.strerror}") from None
-    return run_dir

@@ -25,7 +25,8 @@ from ntp.planner.study import Step, load_step, load_study
 from ntp.topology import parse_failed
 from ntp_launcher.ending import ending
 from ntp_launcher.flags import LaunchError, OneLineParser, number
-from ntp_launcher.plan_plots import write_plots
+from ntp_launcher.output import table_console
+from ntp_launcher.plan_plots import check_plots, write_plots
 from ntp_launcher.plan_view import show_advice, show_assumptions, show_prediction, show_result
 
 _NVLINK_RANKS = 8  # of one host, as most are built
@@ -33,9 +34,11 @@ _NVLINK_RANKS = 8  # of one host, as most are built
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = build_parser().parse_args(argv)
-    run = {"simulate": _simulate, "advise": _advise, "predict": _predict}[args.command]
-    return ending("ntp-plan", lambda: run(args))
+    return ending("ntp-plan", lambda: _plan(build_parser().parse_args(argv)))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    return {"simulate": _simulate, "advise": _advise, "predict": _predict}[args.command](args)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,9 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _simulate(args: argparse.Namespace) -> int:
     study = load_study(args.study, args.set)
+    _check_file(args.json)
+    if args.plots:
+        check_plots(args.plots)
     with _progress(pieces(study)) as advance:
         result = run(study, advance)
-    show_result(result, Console())
+    show_result(result, table_console())
     if args.json:
         _write(args.json, json.dumps(to_json(result)))
     if args.plots:
@@ -100,8 +106,9 @@ def _advise(args: argparse.Namespace) -> int:
     parallel = config.parallel
     failed = parse_failed(args.failed, parallel.dp, parallel.tp, parallel.standbys)
     step = load_step(args.step) if args.step else Step()
+    _check_file(args.rank_map)
     advice = advise(config, failed, args.domain_size or parallel.tp, step)
-    console = Console()
+    console = table_console()
     show_assumptions(step_assumptions(step, advice.times, parallel.tp), console)
     show_advice(advice, console)
     if args.rank_map:
@@ -115,7 +122,7 @@ def _predict(args: argparse.Namespace) -> int:
     parallel = config.parallel
     failed = parse_failed(args.failed, parallel.dp, parallel.tp, parallel.standbys)
     step = load_step(args.step) if args.step else Step()
-    console = Console()
+    console = table_console()
     found = predict(config, failed, args.domain_size or _NVLINK_RANKS, step)
     show_assumptions([gpu_assumptions(step)], console)
     show_prediction(found, console)
@@ -129,6 +136,20 @@ def _command(args: argparse.Namespace, best: Layout) -> str:
     words += [word for override in args.set for word in ("--set", override)]
     words += ["--set", f"parallel.min_degree={best.min_degree}", "--rank-map", args.rank_map]
     return shlex.join(words) + "\n"
+
+
+def _check_file(path: str | None) -> None:
+    """Raises LaunchError for a file that could not be written after the work; changes none that is there."""
+    if path is None:
+        return
+    is_new = not Path(path).exists()
+    try:
+        with Path(path).open("a"):
+            pass
+        if is_new:
+            Path(path).unlink()
+    except OSError as error:
+        raise LaunchError(f"cannot write {path!r}: {error.strerror}") from None
 
 
 def _write(path: str, text: str) -> None:

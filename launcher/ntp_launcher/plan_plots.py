@@ -1,5 +1,11 @@
-"""Plots of a result, with matplotlib (the optional extra `plan`), which is imported when it is needed."""
+"""Plots of a result, with matplotlib (the optional extra `plan`), which is imported when it is needed.
 
+`check_plots` says before the work what would not work after it.
+"""
+
+import errno
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +15,22 @@ from ntp.planner.simulation import Result, Series, Sweep
 from ntp_launcher.flags import LaunchError
 
 
+def check_plots(directory: str) -> None:
+    """Makes the folder. Raises LaunchError where it cannot be written, or matplotlib is not there."""
+    if find_spec("matplotlib") is None:
+        raise LaunchError("--plots needs matplotlib: pip install 'ntp-trainer[plan]'")
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"cannot write plots to {directory!r}: {error.strerror}") from None
+    if not os.access(directory, os.W_OK):
+        raise LaunchError(f"cannot write plots to {directory!r}: {os.strerror(errno.EACCES)}")
+
+
 def write_plots(result: Result, directory: str) -> list[Path]:
     """Throughput over time, loss over failed fraction and spares needed, as PNG. Raises LaunchError."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise LaunchError("--plots needs matplotlib: pip install 'ntp-trainer[plan]'") from None
+    from matplotlib.figure import Figure
+
     folder = Path(directory)
     drawn: list[tuple[str, Any]] = []
     if result.series:
@@ -24,7 +40,6 @@ def write_plots(result: Result, directory: str) -> list[Path]:
     if result.spares:
         drawn.append(("spares.png", _spares(Figure(figsize=(9, 5)), result.spares)))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, figure in drawn:
             figure.savefig(folder / name, dpi=120, bbox_inches="tight")
     except OSError as error:

@@ -16,10 +16,17 @@ from ntp.planner.simulation import Estimate, Result, Sweep
 def show_result(result: Result, console: Console) -> None:
     """Assumptions first, then every table."""
     show_assumptions(assumptions(result.setting), console)
-    console.print(_cluster_table(result))
-    console.print(_policy_table(result))
+    _print(_cluster_table(result), console)
+    _print(_policy_table(result), console)
     if result.sweep:
-        console.print(_sweep_table(result.sweep))
+        _print(_sweep_table(result.sweep), console)
+
+
+def _print(table: Table, console: Console) -> None:
+    """The table; a terminal that is too narrow folds names and numbers, and loses no part of them."""
+    for column in table.columns:
+        column.overflow = "fold"
+    console.print(table)
 
 
 def show_assumptions(lines: Iterable[str], console: Console) -> None:
@@ -79,13 +86,13 @@ def _spares(needed: list[int | None], searched: int) -> str:
 
 
 def _sweep_table(sweep: Sweep) -> Table:
-    """Mean loss over random sets, and the worst of the largest ones."""
+    """Mean loss over random sets, a row per size of the sets, and the worst of the largest ones."""
     table = Table("GPUs down", title="loss in random sets of failed GPUs, mean")
-    for fraction in sweep.fractions:
-        table.add_column(f"{fraction:.2%}", justify="right")
-    table.add_column("worst of the last", justify="right")
-    for name, loss in sweep.loss.items():
-        table.add_row(Text(name), *(f"{row.mean():.2%}" for row in loss), f"{loss[-1].max():.2%}")
+    for name in sweep.loss:
+        table.add_column(Text(name), justify="right")
+    for place, fraction in enumerate(sweep.fractions):
+        table.add_row(f"{fraction:.2%}", *(f"{loss[place].mean():.2%}" for loss in sweep.loss.values()))
+    table.add_row("worst of the last", *(f"{loss[-1].max():.2%}" for loss in sweep.loss.values()))
     return table
 
 
@@ -96,12 +103,12 @@ def show_advice(advice: Advice, console: Console) -> None:
         table.add_row(
             *([name, "cannot run", *[""] * 4] if layout is None else [name, *_layout_cells(layout)])
         )
-    console.print(table)
+    _print(table, console)
     replicas = Table("replica", "degree", "live ranks", "microbatches", title="best layout")
     for replica in advice.best.plan.replicas:
         members = " ".join(str(rank) for rank in replica.members)
         replicas.add_row(str(replica.index), str(replica.degree), members, str(len(replica.microbatches)))
-    console.print(replicas)
+    _print(replicas, console)
 
 
 def _layout_cells(layout: Layout) -> list[str]:
@@ -134,7 +141,7 @@ def show_prediction(found: Prediction, console: Console) -> None:
         parts = (one.products, one.attention, one.pointwise, one.sums, one.total(found.overlap))
         names = f"{indices[0]}" if len(indices) == 1 else f"{len(indices)} x"
         table.add_row(names, f"{degree}", f"{microbatches}", *(f"{part * 1e3:.1f}" for part in parts))
-    console.print(table)
+    _print(table, console)
     console.print(
         Text(
             f"step {found.step * 1e3:.1f} ms = microbatches {found.compute * 1e3:.1f} + exchange over "

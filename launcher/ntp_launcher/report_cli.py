@@ -3,6 +3,7 @@
 Exit codes: 0 written, 2 a run cannot be read or the page not be written.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +16,12 @@ from ntp_launcher.report_page import page
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = build_parser().parse_args(argv)
-    return ending("ntp-report", lambda: _report(args.runs, args.output))
+    return ending("ntp-report", lambda: _report(build_parser().parse_args(argv)))
 
 
-def _report(runs: Sequence[str], output: str | None) -> int:
-    text = page([read_run(path) for path in runs])
-    target = Path(output) if output else Path(runs[0]) / "report.html"
+def _report(args: argparse.Namespace) -> int:
+    text = page([read_run(path) for path in args.runs])
+    target = Path(args.output or Path(args.runs[0]) / "report.html")
     _write(target, text)
     sys.stdout.write(f"wrote {target}\n")
     return 0

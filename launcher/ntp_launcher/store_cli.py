@@ -9,12 +9,16 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ntp_launcher.flags import OneLineParser, port_number
+from ntp_launcher.ending import ending
+from ntp_launcher.flags import LaunchError, OneLineParser, port_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = build_parser().parse_args(argv)
+    return ending("ntp-store", lambda: _serve(build_parser().parse_args(argv)))
+
+
+def _serve(args: argparse.Namespace) -> int:
     stops = (signal.SIGINT, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     from ntp_launcher.control_store import serve
@@ -22,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         store = serve("localhost", args.port)
     except RuntimeError:
-        sys.stderr.write(f"ntp-store: port {args.port} cannot be used\n")
-        return 2
+        raise LaunchError(f"port {args.port} cannot be used") from None
     sys.stdout.write(f"ntp-store: port {store.port}\n")
     sys.stdout.flush()
     signal.sigwait(stops)

@@ -136,7 +136,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         body, digest = outer["manifest"], outer["sha256"]
     except OSError as error:
         raise DamagedError(f"{MANIFEST}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DamagedError(f"{MANIFEST} is not whole") from None
     if _digest(body) != digest:
         raise DamagedError(f"{MANIFEST}: its checksum does not fit")
