@@ -172,7 +172,9 @@ class Saver:
             self._save(job, stage, shapes)
         except CheckpointError as error:
             job.error = str(error)
-        except Exception as error:  # noqa: BLE001 - a lost peer: the thread has only its report to speak by
+        # Mostly a lost peer. Of any kind: the thread has only its report to speak by, and one that ended
+        # without an error in it would pass for a checkpoint that is on disk.
+        except Exception as error:  # noqa: BLE001
             job.error, job.lost_touch = f"lost touch with the other ranks: {error}", True
         finally:
             job.ended = time.monotonic()
@@ -229,6 +231,7 @@ class Saver:
         value, error = None, None
         try:
             value = action()
+        # Of any kind: a rank that left here would let all others wait for it in the next line.
         except Exception as failure:  # noqa: BLE001 - raised below, on every rank
             error = _reason(failure)
         outcomes = gather_values(self._group, {"value": value, "error": error})

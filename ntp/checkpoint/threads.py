@@ -25,6 +25,7 @@ def spread(action: Callable[[Item], Result], items: Sequence[Item]) -> list[Resu
                 return
             try:
                 results[place] = action(item)
+            # Of any kind: nobody else would hear of it, and its item would be missing below.
             except Exception as failure:  # noqa: BLE001 - raised below, in the thread that asked
                 failures.append(failure)
 
