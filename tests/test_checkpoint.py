@@ -103,6 +103,26 @@ def test_a_run_that_goes_back_saves_over_the_future_it_left(data, whole, tmp_pat
     assert again.hashes == whole[1].hashes
 
 
+def test_a_new_run_takes_no_checkpoint_of_an_earlier_one_for_its_own(data, tmp_path):
+    train(saving_config(), data, tmp_path)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for earlier in (1, 2):
+        run = train(saving_config(train={"stop_after": 1, "seed": earlier}), data, tmp_path)
+        assert any(f"moved to {store.directory / f'earlier-{earlier}'}" in line for line in run.said)
+        assert (store.steps(), store.newest()) == ([1], 1)
+    assert CheckpointStore(store.directory / "earlier-1").steps() == [2, 4]
+    again = train(saving_config(train={"seed": 2}), data, tmp_path, resume="auto")
+    assert [step.step for step in again.steps] == [2, 3, 4]
+
+
+def test_a_future_that_a_run_has_left_is_none_to_go_back_to(data, tmp_path):
+    train(saving_config(every=1, keep=0), data, tmp_path)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    train(saving_config(every=3, keep=0, train={"stop_after": 3}), data, tmp_path, resume="1")
+    train(saving_config(every=0, keep=0), data, tmp_path, resume="2")
+    assert (store.steps(), store.newest()) == ([1, 2, 3, 4], 2)
+
+
 def test_a_checkpoint_records_no_mesh(whole):
     body = manifest_body(whole[0] / "checkpoints" / "step-00000004")
     assert body.keys() == {"format", "step", "numerics", "config", "shapes", "files", "pieces"}

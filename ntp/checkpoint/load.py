@@ -26,11 +26,11 @@ from ntp.optim import DistributedOptimizer
 class Loaded:
     """Where a run goes on: after `step`. `notes` are lines for the terminal, the same on every rank.
 
-    `found` is False for `auto` where nothing was ever saved; then nothing has been loaded. `bytes` are those
+    `path` is None for `auto` where nothing was ever saved; then nothing has been loaded. `bytes` are those
     that all ranks together have read.
     """
 
-    found: bool
+    path: Path | None
     step: int
     notes: tuple[str, ...]
     bytes: int = 0
@@ -100,7 +100,7 @@ def load(
                 f"resumed after step {outcomes[0]['step']} from {path}: {read / 1e6:.1f} MB in "
                 f"{seconds:.2f} s ({gbytes_s(read, seconds):.3f} GB/s)"
             )
-            return Loaded(True, outcomes[0]["step"], tuple(notes), read, seconds)
+            return Loaded(Path(path), outcomes[0]["step"], tuple(notes), read, seconds)
         said = f"checkpoint {path!r} is damaged ({damages[0]})"
         if strict:
             raise CheckpointError(f"{said}; --strict takes no older one")
@@ -108,7 +108,7 @@ def load(
         notes.append(f"{said}; taking {Path(rest[0]).name}" if rest else said)
     if candidates:
         raise CheckpointError(f"no sound checkpoint is left: {'; '.join(notes)}")
-    return Loaded(False, 0, (*notes, f"no checkpoint in {str(directory)!r}: starting from step 0"))
+    return Loaded(None, 0, (*notes, f"no checkpoint in {str(directory)!r}: starting from step 0"))
 
 
 def _leaders_candidates(resume: str, directory: Path, group: Group) -> tuple[list[str], list[str]]:

@@ -59,11 +59,11 @@ class Checkpoints:
             CheckpointError: nothing can be loaded. HuggingFaceError: `model.init_from` does not fit.
         """
         self._prepare(trainer)
-        if resume is not None:
-            loaded = self._load(trainer, resume, self.directory, strict)
-            if loaded.found:
-                trainer.publish()
-                return loaded.step
+        loaded = None if resume is None else self._load(trainer, resume, self.directory, strict)
+        self._take_over(loaded and loaded.path)
+        if loaded is not None and loaded.path is not None:
+            trainer.publish()
+            return loaded.step
         if self._config.model.init_from is not None:
             import_weights(Path(self._config.model.init_from), self._config.model, trainer.optimizer)
             trainer.publish()
@@ -80,7 +80,7 @@ class Checkpoints:
             CheckpointError: what was saved is all damaged.
         """
         places = [("snapshot", self._snapshots), ("checkpoint", self._store)]
-        latest = leaders_value(self._mesh.host, [max(store.steps(), default=0) for _, store in places])
+        latest = leaders_value(self._mesh.host, [store.newest() for _, store in places])
         order = sorted(zip(latest, places, strict=True), key=lambda item: -item[0])
         for _, (name, store) in [item for item in order if item[0]]:
             try:
@@ -144,6 +144,18 @@ class Checkpoints:
             self._say(note)
         self.figures.load_bytes, self.figures.load_s = loaded.bytes, loaded.seconds
         return loaded
+
+    def _take_over(self, checkpoint: Path | None) -> None:
+        """Leave nothing in the directory that this run could take for its own but what it goes on from."""
+        if not self._mesh.host.leads:
+            return
+        try:
+            away = self._store.belong_to(checkpoint)
+        except OSError as error:
+            self._say(f"checkpoints in {str(self.directory)!r} stay as they are: {error.strerror}")
+            return
+        if away is not None:
+            self._say(f"checkpoints of an earlier run have been moved to {away}")
 
     def _outcome(self) -> SaveReport | None:
         """How the last checkpoint ended; None where there was none. Raises PeerLostError."""

@@ -6,6 +6,7 @@ without a suffix is always complete, whatever moment a process was killed at; an
 generation of ranks has a folder of its own, whose removal it can only notice, never publish half of.
 """
 
+import itertools
 import os
 import re
 import secrets
@@ -18,6 +19,7 @@ from ntp.config import Config
 from ntp.errors import CheckpointError
 
 LATEST = "latest"
+_EARLIER = "earlier"
 _NAME = re.compile(r"step-([0-9]{8,})")
 _UNFINISHED = re.compile(r"step-[0-9]{8,}\.[0-9a-z]+\.(tmp|removed)")
 
@@ -39,6 +41,10 @@ class CheckpointStore:
     def unfinished(self) -> list[str]:
         """Folders that a killed save or removal has left."""
         return sorted(name for name in self._names() if _UNFINISHED.fullmatch(name))
+
+    def newest(self) -> int:
+        """The step of the best of all `candidates`; 0 where there is none."""
+        return next((_step_of(path) for path in self.candidates()), 0)
 
     def latest(self) -> int | None:
         """The step that `latest` names; None where there is no such file or it names no folder."""
@@ -64,6 +70,29 @@ class CheckpointStore:
             )
         top = step if step is not None else self.latest()
         return [self.path(s) for s in reversed(steps) if top is None or s <= top]
+
+    def belong_to(self, checkpoint: Path | None) -> Path | None:
+        """Make this the directory of a run that begins with `checkpoint`; None = with none.
+
+        What is there but was not made on the way to that state must not pass for this run's.
+
+        Returns:
+            Where checkpoints of another run have been moved to, if there were any.
+        """
+        if checkpoint is not None and checkpoint.resolve().parent == self.directory.resolve():
+            if self.latest() != _step_of(checkpoint):
+                self._point_at(checkpoint)
+            return None
+        steps = self.steps()
+        if not steps:
+            return None
+        (self.directory / LATEST).unlink(missing_ok=True)
+        numbers = itertools.count(1)
+        away = next(p for n in numbers if not (p := self.directory / f"{_EARLIER}-{n}").exists())
+        away.mkdir()
+        for step in steps:
+            self.path(step).rename(away / self.path(step).name)
+        return away
 
     def begin(self, step: int) -> Path:
         """An empty temporary folder for the checkpoint of `step`; what earlier saves have left is removed."""
@@ -102,9 +131,7 @@ class CheckpointStore:
 
     def _remove(self, path: Path) -> None:
         """Renames a folder away, in one step, then removes it; one that another save removes is as good."""
-        match = re.match("step-([0-9]+)", path.name)
-        assert match is not None, path
-        away = self._beside(int(match[1]), "removed")
+        away = self._beside(_step_of(path), "removed")
         try:
             path.rename(away)
         except FileNotFoundError:
@@ -118,6 +145,12 @@ class CheckpointStore:
     def _names(self) -> Iterator[str]:
         if self.directory.is_dir():
             yield from (entry.name for entry in self.directory.iterdir())
+
+
+def _step_of(path: Path) -> int:
+    match = re.match("step-([0-9]+)", path.name)
+    assert match is not None, path
+    return int(match[1])
 
 
 def checkpoint_directory(config: Config, run_dir: Path) -> Path:
