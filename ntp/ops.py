@@ -20,6 +20,7 @@ from torch.autograd import Function
 from ntp.collectives import Group
 from ntp.cut_product import add_wgrad, input_grad, start_cut_product
 from ntp.exchange import CutExchange
+from ntp.vocabulary_ops import IGNORED, embedding, token_losses
 from ntp.weight import Weight
 
 __all__ = [
@@ -41,11 +42,6 @@ __all__ = [
     "token_losses",
 ]
 
-IGNORED = -100
-"""Target of a token that has no loss."""
-
-_EXPONENTIALS = 2.0**-40  # unit of the integer sums of exponentials
-
 
 def column_linear(
     x: Tensor, weight: Weight, group: Group, bias: Weight | None = None, last_use: bool = True
@@ -65,12 +61,6 @@ def row_linear(a: Tensor, weight: Weight, group: Group) -> Tensor:
     they come to it, others have to wait for the whole.
     """
     return _RowLinear.apply(a, weight, group)  # type: ignore[return-value]
-
-
-def embedding(ids: Tensor, weight: Weight, group: Group) -> Tensor:
-    """Return the rows [M, D] of weight [U, V, D] for ids i64 [M], whoever holds them."""
-    anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
-    return _Embedding.apply(anchor, ids, weight, group)  # type: ignore[return-value]
 
 
 def rms_norm(x: Tensor, weight: Weight, eps: float) -> Tensor:
@@ -147,16 +137,6 @@ def feed_forward(
     return _FeedForward.apply(x, residual, norm, gate_up, down, eps, group, recompute)  # type: ignore[return-value]
 
 
-def token_losses(logits: Tensor, targets: Tensor, head: Weight, vocab_size: int, group: Group) -> Tensor:
-    """Return the cross entropy f64 [M] of logits [M, U, V] with targets i64 [M]; 0 where the target is
-    IGNORED.
-
-    A non-finite logit in a row makes its loss and its gradients NaN. Backward overwrites the logits with
-    their gradient.
-    """
-    return _TokenLosses.apply(logits, targets, head, vocab_size, group)  # type: ignore[return-value]
-
-
 def column_scale(weight: Weight) -> Tensor:
     """Return the scale [D] by the local units of a sharded weight, for MAX of its int32 bits over ranks."""
     return kernels.column_scale(weight.data)
@@ -205,26 +185,6 @@ class _RowLinear(Function):
         ctx.weight.count_product(dy.shape[0])
         add_wgrad(a, dy, ctx.weight, ctx.group.exchange)
         return da, None, None
-
-
-class _Embedding(Function):
-    """Its input `anchor` is empty and only makes autograd call the backward, the last one of a microbatch."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, ids: Tensor, weight: Weight, group: Group) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight, ctx.group = weight, group
-        hidden = kernels.embedding(ids, weight.data, weight.first_unit)
-        group.all_reduce(hidden.view(torch.int32))
-        return hidden
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        (ids,), weight = ctx.saved_tensors, ctx.weight
-        ctx.group.exchange.flush()
-        kernels.embedding_wgrad(ids, grads[0].contiguous(), weight.first_unit, weight.grad)
-        weight.announce_grad()
-        return None, None, None, None
 
 
 class _RMSNorm(Function):
@@ -290,8 +250,8 @@ class _NormedLinear(Function):
         (summed, rstd, y), (dout, dsummed), norm = ctx.saved_tensors, grads, ctx.norm
         assert dout is not None, "the output of a projection is unused"
         dout = dout.contiguous()
-        y = kernels.rms_norm(summed, norm.data, ctx.eps)[0] if y is None else y
-        dx = _normed_linear_backward(dout, y, summed, rstd, norm, ctx.weight, ctx.group.exchange, dsummed)
+        exchange = ctx.group.exchange
+        dx = _normed_linear_backward(dout, y, summed, rstd, norm, ctx.eps, ctx.weight, exchange, dsummed)
         if ctx.bias is not None:
             _add_bias_grad(dout, ctx.bias)
         return dx, dx, None, None, None, None, None, None
@@ -299,16 +259,18 @@ class _NormedLinear(Function):
 
 def _normed_linear_backward(
     dout: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     summed: Tensor,
     rstd: Tensor,
     norm: Weight,
+    eps: float,
     weight: Weight,
     exchange: CutExchange,
     dsummed: Tensor | None,
     norms: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of `summed`, whose norm `y` is what `weight` is applied to; `norms`: of `dout`."""
+    """The gradient of `summed`, whose norm is `y` (None: made again); `norms` are those of `dout`."""
+    y = kernels.rms_norm(summed, norm.data, eps)[0] if y is None else y
     add_wgrad(dout, y, weight, exchange)
     return _rms_norm_backward(input_grad(dout, weight, exchange, norms), summed, rstd, norm, dsummed)
 
@@ -430,32 +392,7 @@ class _FeedForward(Function):
         add_wgrad(kernels.swiglu(gates) if a is None else a, dy, down, exchange)
         dgates, norms = kernels.swiglu_backward_with_norms(da, gates)
         dgates = dgates.flatten(2)
-        y = kernels.rms_norm(summed, norm.data, ctx.eps)[0] if y is None else y
-        dx = _normed_linear_backward(dgates, y, summed, rstd, norm, gate_up, exchange, dsummed, norms)
+        dx = _normed_linear_backward(
+            dgates, y, summed, rstd, norm, ctx.eps, gate_up, exchange, dsummed, norms
+        )
         return dx, dx, None, None, None, None, None, None
-
-
-class _TokenLosses(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, head: Weight, vocab_size: int, group: Group
-    ) -> Tensor:
-        first = head.first_unit
-        row_max, statistics = kernels.ce_statistics(logits, first, vocab_size)
-        group.all_reduce(row_max, "max")
-        sums, bits = kernels.ce_sums(logits, row_max, targets, first, vocab_size, statistics)
-        both = torch.stack([sums, bits.long()])
-        group.all_reduce(both)
-        lse = row_max.double() + (both[0].double() * _EXPONENTIALS).log()
-        lse = lse.masked_fill_(~row_max.isfinite(), torch.nan)
-        ctx.save_for_backward(logits, lse.float(), targets)
-        ctx.first_unit, ctx.vocab_size = first, vocab_size
-        picked = both[1].to(torch.int32).view(torch.float32).double()
-        return (lse - picked).masked_fill_(targets == IGNORED, 0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, lse, targets = ctx.saved_tensors
-        weights, first = grads[0].float(), ctx.first_unit
-        dlogits = kernels.ce_backward(logits, lse, targets, first, ctx.vocab_size, logits, weights)
-        return dlogits, None, None, None, None

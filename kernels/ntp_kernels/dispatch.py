@@ -190,7 +190,7 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 def swiglu_with_norms(gate_up: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return what `swiglu` returns, and its `row_norms`."""
-    if _has_no_units(gate_up):
+    if not _on_gpu(gate_up):
         y = swiglu(gate_up, out)
         return y, row_norms(y)
     return _kernels(gate_up, "swiglu").swiglu_with_norms(gate_up, out)
@@ -198,7 +198,7 @@ def swiglu_with_norms(gate_up: Tensor, out: Tensor | None = None) -> tuple[Tenso
 
 def swiglu_backward_with_norms(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `swiglu_backward` returns, and its `row_norms`, a unit having 2 B columns."""
-    if _has_no_units(gate_up):
+    if not _on_gpu(gate_up):
         dgate_up = swiglu_backward(dy, gate_up)
         return dgate_up, row_norms(dgate_up.flatten(2))
     return _kernels(dy, "swiglu").swiglu_backward_with_norms(dy, gate_up)
@@ -272,8 +272,11 @@ def square_sums(x: Tensor) -> Tensor:
 
 def _kernels(tensor: Tensor, name: str) -> Any:
     """Return the module for the device of `tensor`; a call without units has no grid to launch."""
-    on_gpu = tensor.is_cuda and tensor.numel() > 0
-    return import_module(f"ntp_kernels.{name}" if on_gpu else f"ntp_kernels.reference.{name}")
+    return import_module(f"ntp_kernels.{name}" if _on_gpu(tensor) else f"ntp_kernels.reference.{name}")
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.numel() > 0
 
 
 def _has_no_units(tensor: Tensor) -> bool:

@@ -6,7 +6,6 @@ zero.
 
 import torch
 
-from .gemm import row_norms
 from .units import map_units
 
 
@@ -24,20 +23,6 @@ def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     silu = gate * sigmoid
     dgate = dy32 * up * (sigmoid + silu * (1 - sigmoid))
     return torch.stack([dgate, dy32 * silu], 2).to(gate_up.dtype)
-
-
-def swiglu_with_norms(
-    gate_up: torch.Tensor, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `swiglu` returns, and its `row_norms`."""
-    y = swiglu(gate_up, out)
-    return y, row_norms(y)
-
-
-def swiglu_backward_with_norms(dy: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `swiglu_backward` returns, and its `row_norms`, a unit having 2 B columns."""
-    dgate_up = swiglu_backward(dy, gate_up)
-    return dgate_up, row_norms(dgate_up.flatten(2))
 
 
 def _sigmoid(gate: torch.Tensor) -> torch.Tensor:
