@@ -81,6 +81,10 @@ class Control:
         self._closed.set()
         self._thread.join()
 
+    def absent(self) -> set[int]:
+        """The ranks that the newest generation lacks, this one not counted; none before one is heard of."""
+        return set(self._newest.failed if self._newest is not None else ()) - {self._rank}
+
     def wants_switch(self) -> bool:
         """Whether a newer generation is to begin after the step under way."""
         newest = self._newest

@@ -26,6 +26,7 @@ class ElasticConfig(Section):
     max_restarts_per_rank: Count = 3  # after its own errors, or deaths before it was ready
     probe: Literal["auto"] | Command | None = "auto"  # what a device must pass first; or a command, or none
     probe_timeout_s: PositiveFloat = 60.0
+    rehearse: bool = True  # a worker on a GPU does alone, before it is ready, what others would wait for
 
     @property
     def patience_s(self) -> float:

@@ -95,11 +95,13 @@ class PeerMemory:
         _releasing_stream()  # none can be made while a kernel waits
         self._bases = [own] * self.size
         try:
-            handles = group.all_gather(_export(own).to(device).unsqueeze(0), [1] * self.size).cpu()
+            handle = _export(own)
+            handles = group.all_gather(handle.to(device).unsqueeze(0), [1] * self.size).cpu()
             group.confirm()
             free_retired()
             for rank in self.others:
-                self._bases[rank] = _open(handles[rank])
+                mirrors = torch.equal(handles[rank], handle)  # see `ntp.mirror`
+                self._bases[rank] = own if mirrors else _open(handles[rank])
         except RuntimeError as error:
             self._close_others()
             _retired.append(own)
@@ -159,7 +161,9 @@ class PeerMemory:
                 _succeed(_driver().cuStreamWriteValue32_v2(_releasing_stream(), address, 1, 0))
 
     def _theirs(self, rank: int, signal: int) -> int:
-        """Address of the word by which this rank tells `rank`."""
+        """Address of the word by which this rank tells `rank`; a mirrored one is this rank itself."""
+        if self._bases[rank] == self._bases[self.rank]:
+            return self._mine(rank, signal)
         return self._bases[rank] + 4 * (signal * self.size + self.rank)
 
     def _mine(self, rank: int, signal: int) -> int:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ntp.collectives import PeerLostError, TorchFabric
@@ -25,6 +25,17 @@ def connect(host: str, port: int, prefix: str, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return PrefixStore(prefix, store)
+
+
+def load_nccl(device: torch.device) -> None:
+    """Use NCCL once, in a world of one: the first use in a process takes longer than any later one."""
+    store = HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=_BUILD_TIMEOUT)
+    try:
+        dist.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

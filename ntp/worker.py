@@ -25,8 +25,9 @@ from ntp.device_proof import prove
 from ntp.injector import FaultyWatch
 from ntp.life import Job, Life
 from ntp.plan import Plan
-from ntp.process_groups import connect, joined_generation
+from ntp.process_groups import connect, joined_generation, load_nccl
 from ntp.protocol import Phase
+from ntp.rehearsal import rehearse, roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,9 @@ def main() -> None:
         watch=watch,
         proof=prove(device),
     )
+    elastic = here.config.elastic
+    if device.type == "cuda" and elastic.enabled and elastic.rehearse:
+        _rehearse(here, control.absent(), job)
     groups = here.connect()
 
     def join(plan: Plan) -> AbstractContextManager[TorchFabric]:
@@ -111,6 +115,14 @@ def main() -> None:
         Life(job, control, join).run()
     finally:
         control.close()
+
+
+def _rehearse(here: Surroundings, failed: set[int], job: Job) -> None:
+    """Bring up, before the launcher hears that this worker is ready, what others would wait for."""
+    if here.config.parallel.ranks_per_gpu == 1:
+        load_nccl(job.device)
+    for role in roles(here.config, failed, here.rank):
+        rehearse(here.config, role, job.datasets, job.device)
 
 
 def _say(line: str) -> None:
