@@ -115,9 +115,9 @@ class Group(ABC):
         """Raise if what the host has just read of a result may be garbage, because the group was aborted."""
         return
 
-    def peer_delivery(self, incoming: "Incoming") -> "Delivery | None":
-        """How gradients travel through peers' memory, None where they cannot; collective (`ntp.delivery`)."""
-        del incoming
+    def peer_delivery(self, incoming: "Incoming", dtype: torch.dtype) -> "Delivery | None":
+        """A delivery through peers' memory, None where there can be none; collective (`ntp.delivery`)."""
+        del incoming, dtype
         return None
 
     def _make_exchange(self) -> CutExchange:
@@ -211,7 +211,7 @@ class TorchGroup(Group):
         self._check = check
         self._device = device or torch.device("cpu")
         self._through_peers = through_peers and self._device.type == "cuda"
-        self._peer_delivery: PeerDelivery | None = None
+        self._deliveries: list[PeerDelivery] = []
         self._aborting = threading.Lock()
         self._aborted = False
 
@@ -241,8 +241,8 @@ class TorchGroup(Group):
             self._aborted = True
         if self._exchange is not None:
             self._exchange.release()
-        if self._peer_delivery is not None:
-            self._peer_delivery.memory.release()
+        for delivery in list(self._deliveries):
+            delivery.release()
         process_group = self._process_group
         if process_group is not None:
             process_group.abort()
@@ -251,9 +251,9 @@ class TorchGroup(Group):
         """Give the connections up, so that peers that wait for this rank fail at once."""
         if self._exchange is not None:
             self._exchange.close()
-        if self._peer_delivery is not None:
-            self._peer_delivery.memory.release()
-            self._peer_delivery.memory.close()
+        for delivery in self._deliveries:
+            delivery.release()
+            delivery.close()
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             dist.destroy_process_group(process_group)
@@ -268,22 +268,19 @@ class TorchGroup(Group):
         except RuntimeError as error:
             raise PeerLostError(str(error)) from error
 
-    def peer_delivery(self, incoming: "Incoming") -> "Delivery | None":
+    def peer_delivery(self, incoming: "Incoming", dtype: torch.dtype) -> "Delivery | None":
         """See `Group`."""
         if not self._through_peers:
             return None
         from ntp.peer_delivery import PeerDelivery  # needs CUDA
         from ntp.peer_memory import all_reach_all, free_retired
 
-        if self._peer_delivery is None:
+        if not self._deliveries:
             free_retired()  # all have left earlier generations
-
         if self.size == 1 or not all_reach_all(self):
             return None
-        if self._peer_delivery is not None:
-            self._peer_delivery.memory.close()
-        self._peer_delivery = PeerDelivery(self, incoming, self._check)
-        return self._peer_delivery
+        self._deliveries.append(PeerDelivery(self, incoming, dtype, self._check))
+        return self._deliveries[-1]
 
     def _make_exchange(self) -> CutExchange:
         if not self._through_peers:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ntp.buffers import NonuniformTPParamAndGradBuffer, ParamAndGradBuffer
 from ntp.collectives import Mesh
-from ntp.delivery import CollectiveDelivery, Delivery
+from ntp.delivery import Delivery, delivery_over
 from ntp.parameters import ParameterSpec
 from ntp.plan import Plan
 from ntp.reshard import Manifest
@@ -126,6 +126,7 @@ class DistributedDataParallel:
         assert self._started == 0, "the exchange of a step is under way"
         self.buffer.reassign(plan)
         self._follow(plan)
+        self._delivery.close()
         self._delivery = self._new_delivery()
 
     def retire(self) -> None:
@@ -177,8 +178,7 @@ class DistributedDataParallel:
             [(part.peer, part.elements) for part in manifest.receives for _ in self._nodes[part.peer]]
             for manifest in self._manifests
         ]
-        group = self.buffer.group
-        return group.peer_delivery(incoming) or CollectiveDelivery(group, incoming, self.buffer.parameters)
+        return delivery_over(self.buffer.group, incoming, torch.float32)
 
     def _beside(self) -> AbstractContextManager[object]:
         """What is launched here runs, on a GPU, beside the backward and after what that has launched."""

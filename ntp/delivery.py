@@ -1,4 +1,4 @@
-"""How gradients travel between replicas, a bucket at a time, behind the backward.
+"""How gradients travel between replicas, a bucket at a time, and how updated parameters come back.
 
 A delivery is made for the buckets of a plan: it knows what arrives in each. `CollectiveDelivery` packs a
 bucket into one all-to-all. A `PushingDelivery` copies every piece from where it lies into its place in the
@@ -24,9 +24,10 @@ class Delivery(Protocol):
     """Collective: all ranks of the group start all buckets in one order, then finish."""
 
     def start(self, bucket: int, outgoing: Sequence[tuple[int, Tensor]]) -> None:
-        """Send (process rank, float32 [rows, columns]) pieces, which stay untouched until `finish`.
+        """Send (process rank, [rows, columns]) pieces, which stay untouched until `finish`.
 
         For each rank in the order in which it expects them. Work of the device begins in the current stream.
+        What a rank sends to itself may have any dtype.
         """
         ...
 
@@ -41,13 +42,22 @@ class Delivery(Protocol):
         """Forget what is under way."""
         ...
 
+    def close(self) -> None:
+        """Give the storage up; collective, but for a loss."""
+        ...
+
+
+def delivery_over(group: Group, incoming: Incoming, dtype: torch.dtype) -> Delivery:
+    """The best delivery that the group has, of numbers of this dtype; collective."""
+    return group.peer_delivery(incoming, dtype) or CollectiveDelivery(group, incoming, dtype)
+
 
 class CollectiveDelivery:
-    """By one all-to-all a bucket. `like` gives the device."""
+    """By one all-to-all a bucket."""
 
-    def __init__(self, group: Group, incoming: Incoming, like: Tensor):
+    def __init__(self, group: Group, incoming: Incoming, dtype: torch.dtype):
         self._group, self._incoming = group, incoming
-        self._like = like.new_empty(0, dtype=torch.float32)
+        self._like = torch.empty(0, dtype=dtype, device=group.device)
         self._parcels: list[Parcel] = []
 
     def start(self, bucket: int, outgoing: Sequence[tuple[int, Tensor]]) -> None:
@@ -63,6 +73,10 @@ class CollectiveDelivery:
         """See `Delivery`."""
         self._parcels = []
 
+    def close(self) -> None:
+        """See `Delivery`."""
+        self.drop()
+
 
 class PushingDelivery(ABC):
     """By copies into the inbox of each receiver, where a bucket's pieces lie in the order of `Incoming`.
@@ -71,8 +85,8 @@ class PushingDelivery(ABC):
     written again in the next step, which no rank begins before all have met for the norm of the gradient.
     """
 
-    def __init__(self, group: Group, incoming: Incoming):
-        self._group, self._incoming = group, incoming
+    def __init__(self, group: Group, incoming: Incoming, dtype: torch.dtype):
+        self._group, self._incoming, self._dtype = group, incoming, dtype
         self._places = {rank: place for place, rank in enumerate(group.ranks)}
         self._own: list[list[Tensor]] = [[] for _ in incoming]
         starts, total = self._layout()
@@ -92,6 +106,7 @@ class PushingDelivery(ABC):
             if place == here:
                 self._own[bucket].append(piece)
             else:
+                assert piece.dtype == self._dtype, (piece.dtype, self._dtype)
                 self._push(place, cursors[place], piece)
                 cursors[place] += piece.numel()
 
@@ -114,6 +129,10 @@ class PushingDelivery(ABC):
     def drop(self) -> None:
         """See `Delivery`."""
         self._own = [[] for _ in self._incoming]
+
+    @abstractmethod
+    def close(self) -> None:
+        """See `Delivery`."""
 
     def _layout(self) -> tuple[list[int], int]:
         """Where the pieces of (bucket, sender) begin in this rank's inbox, and its elements in all."""
@@ -141,4 +160,4 @@ class PushingDelivery(ABC):
 
     @abstractmethod
     def _meet(self) -> Tensor:
-        """Tell all that what they get has been sent, wait for all, and return this rank's inbox, f32."""
+        """Tell all that what they get has been sent, wait for all, and return this rank's inbox, 1-D."""

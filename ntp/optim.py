@@ -18,9 +18,10 @@ from ntp.buffers import NonuniformTPParamAndGradBuffer, ParamAndGradBuffer
 from ntp.collectives import Group
 from ntp.config import OptimizerConfig
 from ntp.ddp import Gradients
+from ntp.delivery import Delivery, delivery_over
 from ntp.initial import initial_units
 from ntp.parameters import BLOCK, ParameterSpec
-from ntp.reshard import Rectangle, kept_slices, post
+from ntp.reshard import Rectangle, kept_slices
 from ntp.units import UnitRange
 
 
@@ -73,6 +74,7 @@ class DistributedOptimizer:
         self._world = world
         self._config = config
         self._manifest = buffer.parameter_manifest(buffer.specs)
+        self._delivery = None if buffer.keeps_what_it_holds else self._new_delivery()
         self._block_ids = self._global_blocks()
         self._total_blocks = sum(spec.units * spec.blocks for spec in buffer.specs)
         blocks = self.slices[-1].last if self.slices else 0
@@ -149,23 +151,27 @@ class DistributedOptimizer:
 
     def return_parameters(self) -> None:
         """Send every slice's master, in compute precision, to the ranks that hold its units."""
-        if self.buffer.keeps_what_it_holds:
+        rank, parameters = self.buffer.rank, self.buffer.parameters
+        if self._delivery is None:
             for part in self.slices:
-                whole = Rectangle(part.spec, self.buffer.rank, part.units, part.start, part.stop)
-                self.buffer.rectangle(self.buffer.parameters, whole).copy_(part.of(self.master))
+                whole = Rectangle(part.spec, rank, part.units, part.start, part.stop)
+                self.buffer.rectangle(parameters, whole).copy_(part.of(self.master))
             return
-        dtype = self.buffer.parameters.dtype
         kept = {(part.spec.name, part.start): part for part in self.slices}
         outgoing: list[tuple[int, Tensor]] = []
         for sent in self._manifest.sends:
             part = kept[sent.spec.name, sent.start]
             master = part.of(self.master)[part.units.local(sent.units)]
-            outgoing.append((sent.peer, master.to(dtype)))
-        incoming = [(part.peer, part.elements) for part in self._manifest.receives]
-        pieces = post(self.buffer.group, outgoing, incoming, self.buffer.parameters).wait()
+            outgoing.append((sent.peer, master if sent.peer == rank else master.to(parameters.dtype)))
+        self._delivery.start(0, outgoing)
+        (pieces,) = self._delivery.finish()
         for part, piece in zip(self._manifest.receives, pieces, strict=True):
-            target = self.buffer.rectangle(self.buffer.parameters, part)
+            target = self.buffer.rectangle(parameters, part)
             target.copy_(piece.view(target.shape))
+
+    def _new_delivery(self) -> Delivery:
+        incoming = [(part.peer, part.elements) for part in self._manifest.receives]
+        return delivery_over(self.buffer.group, [incoming], self.buffer.parameters.dtype)
 
     def _layout(self) -> Iterator[Slice]:
         """Slices in canonical order, those with weight decay first."""

@@ -1,4 +1,4 @@
-"""Delivery of gradients between the GPUs of one host by copy engines, which take no multiprocessor.
+"""Delivery between the GPUs of one host by copy engines, which take no multiprocessor.
 
 A collective's kernels would: products that run on all multiprocessors then wait for the last of them, and
 the backward behind which the exchange hides takes longer by about as much as the exchange does.
@@ -26,15 +26,24 @@ class PeerDelivery(PushingDelivery):
         check: called before every step of it; raises where the generation is over.
     """
 
-    def __init__(self, group: "Group", incoming: Incoming, check: Callable[[], None]):
-        super().__init__(group, incoming)
+    def __init__(self, group: "Group", incoming: Incoming, dtype: torch.dtype, check: Callable[[], None]):
+        super().__init__(group, incoming, dtype)
         self._check = check
         free_retired()  # all have closed what this delivery replaces
-        counts, here = self._totals, group.rank
-        self.memory = memory = PeerMemory(group, [4 * counts[here]], 1, group.device)
+        count, here = self._totals[group.rank], group.rank
+        self.memory = memory = PeerMemory(group, [dtype.itemsize * count], 1, group.device)
         self._addresses = [memory.address(place, 0) for place in range(group.size)]
-        self._inbox = memory.view(0, (counts[here],), torch.float32, here)
+        self._inbox = memory.view(0, (count,), dtype, here)
         self._lanes = {place: DeviceStream(torch.cuda.Stream()) for place in memory.others}
+
+    def release(self) -> None:
+        """Let everything under way end, from another thread: a peer has gone and the results are garbage."""
+        self.memory.release()
+
+    def close(self) -> None:
+        """See `Delivery`."""
+        self.drop()
+        self.memory.close()
 
     def _begin(self) -> None:
         self._check()
@@ -42,8 +51,7 @@ class PeerDelivery(PushingDelivery):
             lane.stream.wait_stream(torch.cuda.current_stream())
 
     def _push(self, place: int, start: int, piece: Tensor) -> None:
-        assert piece.dtype == torch.float32
-        self._lanes[place].copy_rows(self._addresses[place] + 4 * start, piece)
+        self._lanes[place].copy_rows(self._addresses[place] + self._dtype.itemsize * start, piece)
 
     def _meet(self) -> Tensor:
         self._check()

@@ -9,11 +9,14 @@ from ntp.delivery import PushingDelivery
 class LateDelivery(PushingDelivery):
     """Between simulated ranks; an inbox holds NaN until all have met."""
 
-    def __init__(self, group, incoming):
-        super().__init__(group, incoming)
-        inbox = torch.full((self._totals[group.rank],), torch.nan)
+    def __init__(self, group, incoming, dtype):
+        super().__init__(group, incoming, dtype)
+        inbox = torch.full((self._totals[group.rank],), torch.nan, dtype=dtype)
         self._inboxes: list[Tensor] = group._world.collect(group._post(inbox), group.size)
         self._sent: list[tuple[Tensor, Tensor]] = []
+
+    def close(self) -> None:
+        self._inboxes = []
 
     def _begin(self) -> None:
         pass

@@ -23,7 +23,9 @@ soon = test_balance.soon
 def pushed(monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(
-        SimulatedGroup, "peer_delivery", lambda group, incoming: LateDelivery(group, incoming)
+        SimulatedGroup,
+        "peer_delivery",
+        lambda group, *what: LateDelivery(group, *what) if group.size > 1 else None,
     )
 
 
@@ -42,19 +44,20 @@ def test_pushes_between_any_two_degrees_arrive_in_their_places(pushed, degrees, 
 
 
 @pytest.mark.parametrize(
-    ("model", "parallel", "failed"),
+    ("model", "parallel", "copies", "failed"),
     [
-        (LLAMA, {"dp": 2, "tp": 1}, ()),
-        (LLAMA, {"dp": 3, "tp": 2}, ()),
-        (QWEN, {"dp": 2, "tp": 4}, (1, 2, 6)),
+        (LLAMA, {"dp": 2, "tp": 1}, 1, ()),
+        (LLAMA, {"dp": 3, "tp": 2}, 2, ()),
+        (QWEN, {"dp": 2, "tp": 4}, 2, (1, 2, 6)),
     ],
 )
-def test_pushed_gradients_give_the_bits_of_one_rank(pushed, model, parallel, failed):
+def test_pushed_gradients_and_parameters_give_the_bits_of_one_rank(pushed, model, parallel, copies, failed):
     train_section = {"steps": 3, "dtype": "bfloat16", "global_batch": 7}
     alone = make_config(model, parallel={"dp": 1, "tp": 1}, train=train_section)
     data = datasets_of(alone)
     expected = train(alone, data)
-    run = train(make_config(model, parallel=parallel, train=train_section), data, failed)
+    sections = {"parallel": parallel, "train": train_section, "optimizer": {"copies": copies}}
+    run = train(make_config(model, **sections), data, failed)
     assert run.steps == expected.steps
     assert run.hashes == expected.hashes
 
