@@ -198,7 +198,7 @@ class DistributedOptimizer:
         """
         for spec in self.buffer.specs:
             held = self.buffer.held[spec.name]
-            values = initial_units(spec, held, seed, init_std).to(self.buffer.parameters.device)
+            values = initial_units(spec, held, seed, init_std, self.buffer.parameters.device)
             self.buffer.view(self.buffer.parameters, spec).view(values.shape).copy_(values)
             for part in self.slices:
                 if part.spec is spec:

@@ -270,6 +270,11 @@ def square_sums(x: Tensor) -> Tensor:
     return _kernels(x, "adamw").square_sums(x)
 
 
+def fill_normal(out: Tensor, key: bytes, first: int, scale: float) -> None:
+    """Fill f32 out [n] with values from `first` on of the stream of `key`; the CPU's bits on any device."""
+    _kernels(out, "initial").fill_normal(out, key, first, scale)
+
+
 def _kernels(tensor: Tensor, name: str) -> Any:
     """Return the module for the device of `tensor`; a call without units has no grid to launch."""
     return import_module(f"ntp_kernels.{name}" if _on_gpu(tensor) else f"ntp_kernels.reference.{name}")
