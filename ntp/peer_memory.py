@@ -30,6 +30,9 @@ _RELEASE_EVERY_S = 0.002
 _UNIFIED = 4
 """CU_MEMORYTYPE_UNIFIED: an address says which device it is of."""
 
+_NO_ROOM = 2
+"""CUDA_ERROR_OUT_OF_MEMORY."""
+
 _retired: list[int] = []
 """Own memory that is used no more. Peers may write to it until they close theirs, which all of them have done
 when they give away the handles of the next."""
@@ -279,6 +282,8 @@ def _lost(error: RuntimeError) -> RuntimeError:
 
 
 def _succeed(code: int) -> None:
+    if code == _NO_ROOM:
+        raise torch.OutOfMemoryError("the device has no room for memory that peers address")
     if code != 0:
         raise RuntimeError(f"a call of the CUDA driver failed with error {code}")
 

@@ -6,6 +6,7 @@ at that address: which ranks take part is the newest generation (`ntp.protocol`)
 worker plans for itself.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -66,6 +67,8 @@ class Surroundings:
         return connect(self.store_host, self.store_port, self.store_prefix, self.config.train.timeout_s)
 
 
+_log = logging.getLogger(__name__)
+
 _CONNECTIONS = "32"
 """Queues of a GPU. Streams that share one wait for each other, and some of ours wait for peers."""
 
@@ -122,7 +125,10 @@ def _rehearse(here: Surroundings, failed: set[int], job: Job) -> None:
     if here.config.parallel.ranks_per_gpu == 1:
         load_nccl(job.device)
     for role in roles(here.config, failed, here.rank):
-        rehearse(here.config, role, job.datasets, job.device)
+        try:
+            rehearse(here.config, role, job.datasets, job.device)
+        except torch.OutOfMemoryError:  # training will say so, if the device is too small for it as well
+            _log.warning("rank %d has no room to rehearse degree %d", here.rank, role.degree)
 
 
 def _say(line: str) -> None:

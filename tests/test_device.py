@@ -8,13 +8,17 @@ from ntp_launcher import preflight
 from ntp_launcher.flags import LaunchError
 
 from ntp.config import Config
-from ntp.device import choose_device
+from ntp.device import check_gpu_computes, choose_device
+from ntp.errors import ConfigError
 from ntp.plan import make_plan
-from tests.shapes import make_config
+from tests.shapes import LLAMA, make_config
+
+MODEL = {**LLAMA, "head_dim": 64}
+TRAIN = {"device": "cuda", "dtype": "bfloat16"}
 
 
 def config(**parallel: object) -> Config:
-    return make_config(parallel={"dp": 2, "tp": 2, **parallel}, train={"device": "cuda"})
+    return make_config(MODEL, parallel={"dp": 2, "tp": 2, **parallel}, train=TRAIN)
 
 
 @pytest.fixture
@@ -52,3 +56,28 @@ def test_too_few_gpus_are_told_before_any_worker_starts(gpus, count, failed, sha
         return
     with pytest.raises(LaunchError, match=f"need {needed} GPUs, torch sees {count}"):
         preflight._check_devices(job, nodes)
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "told"),
+    [
+        ({}, {}, None),
+        ({"head_dim": 128}, {"device": "auto"}, None),
+        ({"head_dim": 16}, {"device": "cpu", "dtype": "float32"}, None),
+        ({}, {"dtype": "float32"}, "train.dtype=float32: GPUs compute in bfloat16"),
+        ({"head_dim": 96}, {"device": "auto"}, "model.head_dim=96: on GPUs it is 64 or 128"),
+    ],
+)
+def test_what_the_kernels_lack_is_told_before_any_worker_starts(gpus, model, train, told):
+    gpus(4)
+    asked = make_config({**MODEL, **model}, train={**TRAIN, **train})
+    if told is None:
+        check_gpu_computes(asked)
+        return
+    with pytest.raises(ConfigError, match=told):
+        check_gpu_computes(asked)
+
+
+def test_without_a_gpu_auto_takes_the_processor_and_asks_nothing_of_kernels(gpus):
+    gpus(0)
+    check_gpu_computes(make_config(train={"device": "auto"}))

@@ -15,6 +15,7 @@ from ntp.protocol import GENERATION, Generation
 from ntp.rehearsal import Role, rehearse, roles
 from ntp.trainer import Trainer
 from tests.shapes import LLAMA, QWEN, make_config
+from tests.test_peer_exchange_gpu import MODEL
 from tests.training import train
 
 CPU = torch.device("cpu")
@@ -130,9 +131,9 @@ def test_on_a_gpu_it_gives_the_memory_back(exchange):
     from ntp import peer_memory
 
     config = make_config(
-        LLAMA,
+        MODEL,
         parallel={"dp": 1, "tp": 2, "exchange": exchange},
-        train={"dtype": "bfloat16", "device": "cuda", "seq_len": 128},
+        train={"dtype": "bfloat16", "device": "cuda", "seq_len": 1024},
     )
     device, data = torch.device("cuda", 0), datasets_of(config)
     for role in roles(config, (), 1):
