@@ -5,12 +5,16 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from ntp.config import load_config
 from ntp.data import datasets_of
+from ntp.run_directory import metrics_line
+from tests.training import train
 from tests.transformers_training import train_losses
 
 ROOT = Path(__file__).parent.parent
@@ -42,10 +46,19 @@ def launch(run_dir, config, *options, code=0):
     return lines, json.loads((run_dir / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["tiny-cpu.yaml", "tiny-qwen-cpu.yaml"])
-def test_twenty_steps_follow_transformers_and_torch_adamw(tmp_path, name):
-    config = load_config(ROOT / "configs" / name)
-    lines, summary = launch(tmp_path, name)
+def one_rank(name, *options):
+    """The metrics and hashes of the same run on one simulated rank of this process."""
+    alone = ("parallel.dp=1", "parallel.tp=1")
+    config = load_config(ROOT / "configs" / name, [*options[1::2], *alone])
+    run = train(config, datasets_of(config))
+    return [metrics_line(step, None, 0) for step in run.steps], asdict(run.hashes)
+
+
+@pytest.mark.parametrize(("name", "length"), [("tiny-cpu.yaml", 256), ("tiny-qwen-cpu.yaml", 64)])
+def test_twenty_steps_follow_transformers_and_torch_adamw(tmp_path, name, length):
+    seq_len = f"train.seq_len={length}"
+    config = load_config(ROOT / "configs" / name, [seq_len])
+    lines, summary = launch(tmp_path, name, "--set", seq_len)
     losses = [line["loss"] for line in lines]
     expected = list(train_losses(config, datasets_of(config)))
     assert len(losses) == len(expected) == 20
@@ -65,16 +78,16 @@ MESHES = {
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("healthy"), "tiny-cpu.yaml", *SHORT)
+def expected():
+    torch.set_num_threads(1)
+    return one_rank("tiny-cpu.yaml", *SHORT)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_real_processes_compute_the_same_bits_whatever_failed(tmp_path, healthy, mesh):
+def test_real_processes_compute_the_same_bits_whatever_failed(tmp_path, expected, mesh):
     lines, summary = launch(tmp_path, "tiny-cpu.yaml", *SHORT, *MESHES[mesh])
     assert [[line[key] for key in BITS] for line in lines] == [
-        [line[key] for key in BITS] for line in healthy[0]
+        [line[key] for key in BITS] for line in expected[0]
     ]
-    assert summary["weights_sha256"] == healthy[1]["weights_sha256"]
-    assert summary["state_sha256"] == healthy[1]["state_sha256"]
+    assert {name: summary[name] for name in expected[1]} == expected[1]
     assert summary["world_size"] == len(json.loads((tmp_path / "plan.json").read_text())["workers"])
