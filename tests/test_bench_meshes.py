@@ -1,0 +1,63 @@
+"""The table of meshes: what a case is, and what its row says beside the others."""
+
+import argparse
+import json
+
+import pytest
+
+from tests.bench.meshes import Case, differs, read, share
+
+
+def run_directory(path, weights="w", tokens=100, times=(9.0, 9.0, 9.0, 0.5, 0.25, 0.5), recoveries=()):
+    path.mkdir()
+    lines = [{"step_time_s": seconds, "tokens": tokens} for seconds in (None, *times)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {"weights_sha256": weights, "state_sha256": "s", "loss_bits": "b", "recoveries": recoveries}
+    (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "failed", "variables", "alive"),
+    [
+        ("2x2", (), {}, 1.0),
+        ("2x2:0,3", (0, 3), {}, 0.5),
+        (
+            "1x4:3@NCCL_ALGO=Tree@NCCL_MAX_NCHANNELS=2",
+            (3,),
+            {"NCCL_ALGO": "Tree", "NCCL_MAX_NCHANNELS": "2"},
+            0.75,
+        ),
+    ],
+)
+def test_a_case_names_mesh_losses_and_environment(tmp_path, text, failed, variables, alive):
+    case = Case.parse(text)
+    assert (case.failed, case.variables, case.alive) == (failed, variables, alive)
+    command = case.command("job.yaml", ["train.steps=20"], tmp_path)
+    assert f"parallel.tp={case.tp}" in command
+    assert command[-1] == "train.steps=20"
+    assert ("--failed" in command) == bool(failed)
+
+
+@pytest.mark.parametrize("text", ["2", "2x", "2x2:", "2x2:a", "2x2@NCCL"])
+def test_what_is_no_mesh_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is no mesh"):
+        Case.parse(text)
+
+
+def test_speed_is_that_of_later_steps_and_shares_are_of_live_ranks(tmp_path):
+    healthy = read(Case.parse("2x2"), run_directory(tmp_path / "a"), 1.0)
+    damaged = read(Case.parse("2x2:3"), run_directory(tmp_path / "b", tokens=69), 1.0)
+    assert healthy.tokens_per_s == 200
+    assert share(damaged, [healthy]) == pytest.approx(0.69 / 0.75)
+    assert share(damaged, [damaged]) is None
+
+
+def test_a_bit_that_moved_is_seen_and_recoveries_are_told(tmp_path):
+    recovery = dict.fromkeys(("detect", "agree", "unblock", "rebuild", "move", "replay"), 0.25)
+    recovery |= {"cause": "rank 3 was killed by SIGKILL", "source": "peers"}
+    first = read(Case.parse("2x2"), run_directory(tmp_path / "a", recoveries=[recovery]), 1.0)
+    other = read(Case.parse("1x1"), run_directory(tmp_path / "b", weights="v"), 1.0)
+    assert differs(other, first)
+    assert not differs(first, first)
+    assert first.recoveries[0].startswith("rank 3 was killed by SIGKILL: 1.50 s (detect 0.25")
