@@ -7,7 +7,9 @@ that no rank ever holds a whole sharded weight.
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,8 @@ from ntp.optim import DistributedOptimizer, Slice
 from ntp.parameters import ParameterSpec, Part
 
 _CHUNK_ELEMENTS = 1 << 20
+_AHEAD = 8
+"""Chunks that wait to be hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +32,31 @@ class StateHashes:
     state_sha256: str
 
 
+class _Digest:
+    """SHA-256 in a thread of its own, beside another one and what brings the bytes."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[Future[None]] = deque()
+
+    def update(self, payload: bytes | memoryview) -> None:
+        """Take bytes that nobody changes any more."""
+        self._pending.append(self._thread.submit(self._hash.update, payload))
+        if len(self._pending) > _AHEAD:
+            self._pending.popleft().result()
+
+    def hexdigest(self) -> str:
+        """Of all that came; nothing may come after."""
+        while self._pending:
+            self._pending.popleft().result()
+        self._thread.shutdown()
+        return self._hash.hexdigest()
+
+
 def state_hashes(optimizer: DistributedOptimizer, world: Group) -> StateHashes:
     """Hash masters and moments; collective over the workers."""
-    weights, state = hashlib.sha256(), hashlib.sha256()
+    weights, state = _Digest(), _Digest()
     logical = [(part, spec) for spec in optimizer.buffer.specs for part in spec.parts]
     for part, spec in sorted(logical, key=lambda item: item[0].logical_name):
         header = f"{part.logical_name} {spec.logical_shape(part)}\n".encode()
@@ -39,13 +65,12 @@ def state_hashes(optimizer: DistributedOptimizer, world: Group) -> StateHashes:
         for flat in optimizer.flats:
             for chunk in _logical_chunks(optimizer, world, spec, part, flat):
                 if world.leads:
-                    payload = chunk.cpu().numpy().tobytes()
+                    payload = chunk.cpu().view(-1).numpy().data
                     state.update(payload)
                     if flat is optimizer.master:
                         weights.update(payload)
-    if not world.leads:
-        return StateHashes("", "")
-    return StateHashes(weights.hexdigest(), state.hexdigest())
+    weights_sha256, state_sha256 = weights.hexdigest(), state.hexdigest()
+    return StateHashes(weights_sha256, state_sha256) if world.leads else StateHashes("", "")
 
 
 def _logical_chunks(
