@@ -133,7 +133,7 @@ class DistributedDataParallel:
         """Give up parameters and gradients, and what the weights hold of them."""
         for weight in self._weights.values():
             weight.data, weight.main_grad, weight.on_grad_ready = weight.data.new_empty(0), None, None
-        self._delivery.drop()
+        self._delivery.close()
         self.buffer.retire()
 
     def _mark(self) -> torch.cuda.Event | None:

@@ -83,6 +83,7 @@ class PushingDelivery(ABC):
 
     Where a sender's first piece of a bucket goes is the receiver's to say: all tell all, once. An inbox is
     written again in the next step, which no rank begins before all have met for the norm of the gradient.
+    So there is one exchange of gradients, and one of parameters, between two votes.
     """
 
     def __init__(self, group: Group, incoming: Incoming, dtype: torch.dtype):

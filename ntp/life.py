@@ -239,7 +239,9 @@ class _Era:
             if source == "start" and not (job.config.checkpoint.every or job.config.elastic.snapshot_every):
                 raise UnrecoverableLossError(f"{lost}; nothing is saved that the job could go back to")
         if source == "start":
-            trainer = None
+            if trainer is not None:
+                trainer.retire()
+                trainer = None
             self._begin(kept, job.resume, job.strict)
         elif trainer is not None:
             trainer.publish()

@@ -86,6 +86,8 @@ class DistributedOptimizer:
 
     def retire(self) -> None:
         """Keep masters and moments alone."""
+        if self._delivery is not None:
+            self._delivery.close()
         self._gradient, self.places = self._gradient.new_empty(0), {}
 
     @property

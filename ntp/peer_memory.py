@@ -114,6 +114,7 @@ class PeerMemory:
         mine = [[self._mine(rank, signal) for rank in self.others] for signal in kinds]
         self._raised, self._awaited = torch.tensor(theirs, device=device), torch.tensor(mine, device=device)
         self._closed = threading.Event()
+        self._releasing = threading.Lock()
 
     def view(self, region: int, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
         """A region in the memory of `rank`."""
@@ -145,7 +146,9 @@ class PeerMemory:
         if self._closed.is_set():
             return
         torch.cuda.synchronize(self._device)
-        self._closed.set()
+        with self._releasing:
+            self._closed.set()
+        torch.cuda.synchronize(self._device)  # of the last release: the memory may soon be another's
         self._close_others()
         _retired.append(self._bases[self.rank])
 
@@ -159,9 +162,14 @@ class PeerMemory:
         # A thread begins without a context, and PyTorch sets none where the device is the first one.
         _succeed(_driver().cuCtxSetCurrent(self._context))
         while not self._closed.wait(_RELEASE_EVERY_S):
-            for word in range(self._words):
-                address = self._bases[self.rank] + 4 * word
-                _succeed(_driver().cuStreamWriteValue32_v2(_releasing_stream(), address, 1, 0))
+            with self._releasing:
+                if not self._closed.is_set():
+                    self._set_all()
+
+    def _set_all(self) -> None:
+        for word in range(self._words):
+            address = self._bases[self.rank] + 4 * word
+            _succeed(_driver().cuStreamWriteValue32_v2(_releasing_stream(), address, 1, 0))
 
     def _theirs(self, rank: int, signal: int) -> int:
         """Address of the word by which this rank tells `rank`; a mirrored one is this rank itself."""

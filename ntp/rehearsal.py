@@ -10,6 +10,7 @@ It is not done in the background of training: loading a kernel may wait for all 
 that waits for a peer included, and the few layers may find no room beside the model.
 """
 
+import gc
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -58,16 +59,23 @@ def roles(config: Config, failed: Collection[int], rank: int) -> list[Role]:
     return list(found)
 
 
-def rehearse(config: Config, role: Role, datasets: Datasets, device: torch.device) -> None:
-    """Train a few layers for one step in this role, without peers; what it allocates is given back."""
+def rehearse(config: Config, role: Role, datasets: Datasets, device: torch.device) -> bool:
+    """Train a few layers for one step in this role, without peers; what it allocates is given back.
+
+    Returns:
+        False if the device had no room for it.
+    """
     short = _shortened(config, role.degree)
-    plan = make_plan(short)
     fabric = MirrorFabric(role.position, device, config.parallel.exchange == "peer")
     try:
-        _step(short, plan, role.position, fabric, datasets, device)
+        _step(short, make_plan(short), role.position, fabric, datasets, device)
+        had_room = True
+    except torch.OutOfMemoryError:
+        had_room = False
     finally:
         fabric.close()
-        _give_back(device)
+    _give_back(device)
+    return had_room
 
 
 def _losses(config: Config, failed: Collection[int], rank: int) -> Iterator[int]:
@@ -115,6 +123,8 @@ def _shortened(config: Config, degree: int) -> Config:
 
 
 def _give_back(device: torch.device) -> None:
+    """Return memory, once no frame or error holds any more; graphs and their model refer to each other."""
+    gc.collect()
     if device.type == "cuda":
         from ntp.peer_memory import free_retired  # needs CUDA
 

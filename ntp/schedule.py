@@ -125,13 +125,15 @@ def complete(sums: Mapping[Node, T], groups: int, last: Callable[[T, T], T] = op
 
     `last` makes the last addition, if there is one.
     """
+    return _value(sums, groups, root_of(groups), last)
 
-    def value(node: Node, add: Callable[[T, T], T]) -> T:
-        if node in sums:
-            return sums[node]
-        left, right = Node(node.level - 1, node.index * 2), Node(node.level - 1, node.index * 2 + 1)
-        if right.first_group >= groups:
-            return value(left, add)
-        return add(value(left, operator.add), value(right, operator.add))
 
-    return value(root_of(groups), last)
+def _value(sums: Mapping[Node, T], groups: int, node: Node, add: Callable[[T, T], T]) -> T:
+    """The sum of the groups under `node`, of which `add` makes the last addition."""
+    if node in sums:
+        return sums[node]
+    left, right = Node(node.level - 1, node.index * 2), Node(node.level - 1, node.index * 2 + 1)
+    if right.first_group >= groups:
+        return _value(sums, groups, left, add)
+    parts = (_value(sums, groups, part, operator.add) for part in (left, right))
+    return add(*parts)

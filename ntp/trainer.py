@@ -159,7 +159,10 @@ class Trainer:
             refresh_scales(self.weights.values(), mesh.tensor)
 
     def publish(self) -> None:
-        """Renew the parameters that compute after a change of the masters; collective over the workers."""
+        """Renew the parameters that compute after a change of the masters; collective over the workers.
+
+        Once before the first step, and once after each (`ntp.delivery.PushingDelivery`).
+        """
         self.optimizer.return_parameters()
         refresh_scales(self.weights.values(), self.mesh.tensor)
 

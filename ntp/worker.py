@@ -95,8 +95,8 @@ def main() -> None:
         watch=watch,
         proof=prove(device),
     )
-    elastic = here.config.elastic
-    if device.type == "cuda" and elastic.enabled and elastic.rehearse:
+    elastic, is_alone = here.config.elastic, here.config.parallel.ranks_per_gpu == 1
+    if device.type == "cuda" and is_alone and elastic.enabled and elastic.rehearse:
         _rehearse(here, control.absent(), job)
     groups = here.connect()
 
@@ -122,12 +122,9 @@ def main() -> None:
 
 def _rehearse(here: Surroundings, failed: set[int], job: Job) -> None:
     """Bring up, before the launcher hears that this worker is ready, what others would wait for."""
-    if here.config.parallel.ranks_per_gpu == 1:
-        load_nccl(job.device)
+    load_nccl(job.device)
     for role in roles(here.config, failed, here.rank):
-        try:
-            rehearse(here.config, role, job.datasets, job.device)
-        except torch.OutOfMemoryError:  # training will say so, if the device is too small for it as well
+        if not rehearse(here.config, role, job.datasets, job.device):
             _log.warning("rank %d has no room to rehearse degree %d", here.rank, role.degree)
 
 

@@ -1,15 +1,19 @@
 """Which GPU a rank computes on, and what is said where there are too few."""
 
+from collections.abc import Collection
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ntp_launcher import preflight
+from ntp_kernels import attention
+from ntp_launcher import cli, preflight
 from ntp_launcher.flags import LaunchError
 
 from ntp.config import Config
-from ntp.device import check_gpu_computes, choose_device
+from ntp.device import choose_device
 from ntp.errors import ConfigError
+from ntp.gpu_limits import HEAD_SIZES
 from ntp.plan import make_plan
 from tests.shapes import LLAMA, make_config
 
@@ -19,6 +23,12 @@ TRAIN = {"device": "cuda", "dtype": "bfloat16"}
 
 def config(**parallel: object) -> Config:
     return make_config(MODEL, parallel={"dp": 2, "tp": 2, **parallel}, train=TRAIN)
+
+
+def look(config: Config, failed: Collection[int] = ()) -> None:
+    """What a node looks at before it meets the others."""
+    job = SimpleNamespace(config=config, plan=make_plan(config, frozenset(failed)))
+    preflight._check_devices(job, SimpleNamespace(nnodes=1, node_rank=None, nproc_per_node=None))
 
 
 @pytest.fixture
@@ -49,13 +59,9 @@ def test_each_rank_has_a_gpu_of_its_own_unless_told_to_share(gpus):
 def test_too_few_gpus_are_told_before_any_worker_starts(gpus, count, failed, shared, needed):
     gpus(count)
     asked = config(ranks_per_gpu=shared)
-    job = SimpleNamespace(config=asked, plan=make_plan(asked, frozenset(failed)))
-    nodes = SimpleNamespace(nnodes=1, node_rank=None, nproc_per_node=None)
-    if needed is None:
-        preflight._check_devices(job, nodes)
-        return
-    with pytest.raises(LaunchError, match=f"need {needed} GPUs, torch sees {count}"):
-        preflight._check_devices(job, nodes)
+    told = f"need {needed} GPUs, torch sees {count}"
+    with nullcontext() if needed is None else pytest.raises(LaunchError, match=told):
+        look(asked, failed)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +77,20 @@ def test_too_few_gpus_are_told_before_any_worker_starts(gpus, count, failed, sha
 def test_what_the_kernels_lack_is_told_before_any_worker_starts(gpus, model, train, told):
     gpus(4)
     asked = make_config({**MODEL, **model}, train={**TRAIN, **train})
-    if told is None:
-        check_gpu_computes(asked)
-        return
-    with pytest.raises(ConfigError, match=told):
-        check_gpu_computes(asked)
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+        look(asked)
 
 
 def test_without_a_gpu_auto_takes_the_processor_and_asks_nothing_of_kernels(gpus):
     gpus(0)
-    check_gpu_computes(make_config(train={"device": "auto"}))
+    look(make_config(train={"device": "auto"}))
+
+
+def test_the_kernels_have_every_head_size_that_is_let_through():
+    for tiles in (attention._FORWARD_TILES, attention._KEY_TILES, attention._QUERY_TILES):
+        assert tuple(tiles) == HEAD_SIZES
+
+
+def test_a_dry_run_tells_what_gpus_lack(capsys):
+    assert cli.main(["--dry-run", "configs/tiny-cpu.yaml", "--set", "train.device=cuda"]) == 2
+    assert "train.dtype=float32: GPUs compute in bfloat16" in capsys.readouterr().err

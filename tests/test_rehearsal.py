@@ -1,18 +1,22 @@
 """Rehearsals: the roles that one loss can bring, and a step in each of them that leaves nothing behind."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from ntp import rehearsal
 from ntp.collectives import Group
 from ntp.control import Control
 from ntp.data import datasets_of
-from ntp.mirror import MirrorFabric, MirrorGroup
+from ntp.mirror import MirrorFabric
+from ntp.model import Model
 from ntp.plan import make_plan
 from ntp.protocol import GENERATION, Generation
 from ntp.rehearsal import Role, rehearse, roles
+from ntp.testing import simulate
 from ntp.trainer import Trainer
 from tests.shapes import LLAMA, QWEN, make_config
 from tests.test_peer_exchange_gpu import MODEL
@@ -88,12 +92,54 @@ def test_it_changes_no_bit_of_the_training_that_follows():
     assert train(config, data) == expected
 
 
-def test_nothing_of_it_stays():
+@pytest.fixture
+def trainers(monkeypatch):
+    """The rehearsals' trainers, as far as they live."""
+    made: list[weakref.ref[Trainer]] = []
+
+    def make(*what, **more):
+        trainer = Trainer(*what, **more)
+        made.append(weakref.ref(trainer))
+        return trainer
+
+    monkeypatch.setattr(rehearsal, "Trainer", make)
+    return made
+
+
+def test_nothing_of_it_stays(trainers):
     config = make_config(LLAMA, parallel={"dp": 1, "tp": 2})
-    data = datasets_of(config)
-    rehearse(config, Role(2, 1), data, CPU)
+    assert rehearse(config, Role(2, 1), datasets_of(config), CPU)
+    assert [trainer() for trainer in trainers] == [None]
+
+
+def test_one_without_room_is_left_out_and_leaves_nothing(trainers, monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Model, "loss", fails)
+    config = make_config(LLAMA, parallel={"dp": 1, "tp": 2})
+    assert not rehearse(config, Role(2, 1), datasets_of(config), CPU)
+    assert [trainer() for trainer in trainers] == [None]
+
+
+def test_a_trainer_that_is_dropped_needs_no_collection_to_free_its_gradients():
+    config = make_config(LLAMA, train={"grad_group": 1})
+    gradients = []
+
+    def body(member):
+        trainer = Trainer(config, make_plan(config), member.mesh, datasets_of(config), CPU)
+        trainer.step(1)
+        gradients.extend(weakref.ref(flat.untyped_storage()) for flat in trainer.ddp.buffer._free)
+        trainer.retire()
+
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) in (Trainer, MirrorGroup)]
+    gc.disable()
+    try:
+        simulate(body, make_plan(config))
+        assert gradients
+        assert not [storage() for storage in gradients if storage() is not None]
+    finally:
+        gc.enable()
 
 
 def test_a_mirrored_group_gives_the_shapes_of_a_real_one():

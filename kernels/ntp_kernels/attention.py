@@ -136,7 +136,6 @@ def probe(device: torch.device) -> Iterator[torch.Tensor]:
 
 # Per head size: rows (queries), columns (keys), warps, stages. Constants: rows and columns are part of the
 # numerics. The fastest of 5 to 10 tried each on an H100 80GB HBM3, 2026-11-28 (figures in kernels/README.md).
-HEAD_SIZES = (64, 128)
 _FORWARD_TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3)}
 _KEY_TILES = {64: (128, 64, 4, 2), 128: (64, 64, 4, 2)}
 _QUERY_TILES = {64: (64, 64, 4, 3), 128: (128, 64, 8, 3)}

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from ntp.config import load_config
+from ntp.gpu_limits import check_gpu_computes
 from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
 from ntp.topology import parse_failed, read_rank_map
@@ -121,6 +122,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str], worker_module: str
     block_size(parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
     check_vocabulary(open_tokenizer(config.data.tokenizer), config.model.vocab_size)
     if args.dry_run:
+        if config.train.device == "cuda":
+            check_gpu_computes(config)
         show(config, plan, table_console(), args.device_memory)
         return 0
     job = Job(

@@ -7,7 +7,8 @@ import torch
 from ntp.checkpoint.load import resume_candidates
 from ntp.checkpoint.store import checkpoint_directory
 from ntp.data import datasets_of
-from ntp.device import check_gpu_computes, wants_gpu
+from ntp.device import wants_gpu
+from ntp.gpu_limits import check_gpu_computes
 from ntp.hugging_face import Weights
 from ntp_launcher.exporters import check_exporters
 from ntp_launcher.flags import LaunchError, Nodes
@@ -38,9 +39,11 @@ def _check_devices(job: Job, nodes: Nodes) -> None:
         raise LaunchError(
             f"train.device=cuda: torch {torch.__version__} sees no GPU on this node; see ntp-doctor"
         )
+    if not wants_gpu(job.config):
+        return
     check_gpu_computes(job.config)
     node = 0 if nodes.nnodes == 1 else nodes.node_rank
-    if node is None or not wants_gpu(job.config):
+    if node is None:
         return
     size = block_size(parallel.world_size, nodes.nnodes, nodes.nproc_per_node)
     places = local_ranks(node, size, job.plan.world).values()
