@@ -109,7 +109,7 @@ class Group(ABC):
         if self.size > 1:
             return self._all_to_all(output, source, output_splits, source_splits)
         output.copy_(source)
-        return _Done()
+        return Done()
 
     def confirm(self) -> None:
         """Raise if what the host has just read of a result may be garbage, because the group was aborted."""
@@ -135,9 +135,11 @@ class Group(ABC):
     ) -> Handle: ...
 
 
-class _Done:
+class Done:
+    """A collective that is complete."""
+
     def wait(self) -> None:
-        return None
+        """See `Handle`."""
 
 
 class Fabric(Protocol):

@@ -100,9 +100,7 @@ def _step(
         trainer.model.loss(batch).sum().backward()
         tokens += batch.target_tokens
     gradients = trainer.ddp.sync(trainer.optimizer.places)
-    norm = trainer.optimizer.vote(gradients, tokens)
-    trainer.optimizer.update(norm, tokens, learning_rate=config.optimizer.lr, step=1)
-    trainer.publish()
+    trainer.optimizer.commit(gradients, tokens, config.optimizer.lr, step=1)
     mesh.workers.synchronize()
     trainer.retire()
 
