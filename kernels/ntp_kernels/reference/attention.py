@@ -7,8 +7,14 @@ blocks: this twin is for small shapes.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+
+_FLOOR = -87.0
+"""e^-87 is the least that float32 has in full, nothing beside a sum of weights; exp is slow below it."""
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def attention(
@@ -28,11 +34,11 @@ def attention(
     del bounds
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    for rows, hidden in _sequences(document, seq_len):
+    for rows, seen in _sequences(document, seq_len):
         for unit in range(q.shape[1]):
-            scores = _scores(q[rows, unit], k[rows, unit], hidden, scale)
+            scores = _scores(q[rows, unit], k[rows, unit], seen, scale)
             top = scores.amax(1, keepdim=True)
-            weights = scores.sub_(top).exp_()
+            weights = _weights(scores, top, seen)
             total = weights.sum(1, keepdim=True)
             mixed = torch.mm(weights, _float(v[rows, unit])).div_(total)
             out[rows, unit] = _by_token(mixed, q).to(q.dtype)
@@ -55,11 +61,11 @@ def attention_backward(
     """Return dq, dk, dv of `attention`; a key head's gradients are one sum over query heads and queries."""
     del bounds
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    for rows, hidden in _sequences(document, seq_len):
+    for rows, seen in _sequences(document, seq_len):
         for unit in range(q.shape[1]):
             dmixed = _by_head(dout[rows, unit])
             row_lse = _by_head(lse[rows, unit].unsqueeze(2))
-            weights = _scores(q[rows, unit], k[rows, unit], hidden, scale).sub_(row_lse).exp_()
+            weights = _weights(_scores(q[rows, unit], k[rows, unit], seen, scale), row_lse, seen)
             delta = (dmixed * _by_head(out[rows, unit])).sum(1, keepdim=True)
             dscores = torch.mm(dmixed, _float(v[rows, unit]).t()).sub_(delta).mul_(weights).mul_(scale)
             dq[rows, unit] = _by_token(torch.mm(dscores, _float(k[rows, unit])), q).to(q.dtype)
@@ -68,20 +74,44 @@ def attention_backward(
     return dq, dk, dv
 
 
-def _sequences(document: torch.Tensor, seq_len: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield for each sequence its rows and which (query, key) pairs are hidden, bool [S, S]."""
-    future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=document.device).triu_(1)
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Which keys the queries of a sequence see.
+
+    Attributes:
+        bits: i32 [S, S], all bits where a key is seen, none where it is hidden.
+        least: f32 [S, S], 0 where a key is seen, below every score where it is hidden.
+    """
+
+    bits: torch.Tensor
+    least: torch.Tensor
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace what is hidden in x f32 [G*S, S] by zero, in place; also a NaN, which times 0 is NaN."""
+        x.view(torch.int32).view(-1, *self.bits.shape).bitwise_and_(self.bits)
+        return x
+
+
+def _sequences(document: torch.Tensor, seq_len: int) -> Iterator[tuple[slice, _Seen]]:
+    """Yield for each sequence its rows, and what they see."""
+    past = torch.ones(seq_len, seq_len, dtype=torch.bool, device=document.device).tril_()
     for start in range(0, document.shape[0], seq_len):
         rows = slice(start, start + seq_len)
         ids = document[rows]
-        yield rows, future | (ids[:, None] != ids[None, :])
+        seen = past & (ids[:, None] == ids[None, :])
+        yield rows, _Seen(-seen.int(), (seen.float() - 1) * _LARGEST)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the scaled scores f32 [G*S, S] of q [S, G, H] and k [S, H], -inf where hidden."""
-    scores = torch.mm(_by_head(q), _float(k).t()).mul_(scale)
-    scores.view(-1, *hidden.shape).masked_fill_(hidden, -torch.inf)
+def _scores(q: torch.Tensor, k: torch.Tensor, seen: _Seen, scale: float) -> torch.Tensor:
+    """Return the scaled scores f32 [G*S, S] of q [S, G, H] and k [S, H], the least where hidden."""
+    scores = seen.keep(torch.mm(_by_head(q), _float(k).t()).mul_(scale))
+    scores.view(-1, *seen.least.shape).add_(seen.least)
     return scores
+
+
+def _weights(scores: torch.Tensor, top: torch.Tensor, seen: _Seen) -> torch.Tensor:
+    """Return e^(scores - top) f32 [G*S, S] for top [G*S, 1], 0 where hidden. In place."""
+    return seen.keep(scores.sub_(top).clamp_(min=_FLOOR).exp_())
 
 
 def _by_head(x: torch.Tensor) -> torch.Tensor:
