@@ -20,6 +20,7 @@ SMALLER = [
     *("--set", "train.steps=10"),
     *("--set", "model.num_hidden_layers=1"),
     *("--set", "train.seq_len=32"),
+    *("--set", "train.global_batch=4"),
 ]  # what the test adds to every launch
 
 

@@ -8,6 +8,7 @@ A request is a byte that brings the files of the output, then a line of JSON. Th
 process id, which it sends itself once it is the launcher's child and leads a session of its own.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -62,7 +63,9 @@ class ForkServer:
     def fork(self, rank: int, environ: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]) -> int:
         """Start a worker with exactly this environment; its process id.
 
-        Raises OSError where the server has ended (its log says why) or does not answer.
+        Raises:
+            ConnectionResetError: the server has ended; its log says why.
+            OSError: it does not answer, or cannot be reached.
         """
         request = json.dumps({"rank": rank, "environ": dict(environ)})
         socket.send_fds(self._connection, [b"\n"], [stdout.fileno(), stderr.fileno()])
@@ -105,7 +108,8 @@ def _fork_twice(launcher: int) -> bool:
     """Whether this is the new process, once it is the launcher's child."""
     middle = os.fork()
     if middle:
-        os.waitpid(middle, 0)
+        if os.waitpid(middle, 0)[1]:
+            raise ChildProcessError("no process could be made")
         return False
     middle = os.getpid()
     if os.fork():
@@ -128,7 +132,8 @@ def _become(rank: int, environ: Mapping[str, str], files: list[int], module: str
     os.environ.clear()
     os.environ.update({**locale, **environ})
     sys.argv = [str(sys.modules[module].__file__), f"rank{rank}"]
-    _show_command(f"{sys.executable} -m {module} rank{rank}")
+    with contextlib.suppress(OSError):  # no /proc here
+        _show_command(f"{sys.executable} -m {module} rank{rank}")
 
 
 def _show_command(line: str) -> None:
