@@ -14,10 +14,9 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from ntp_launcher.events import Kill, Mailed, Probe, ProbeDone, Start, WorkerExited
-from ntp_launcher.fork_server import ForkServer
 from ntp_launcher.lease import Pulse
 from ntp_launcher.outcome import last_error_line
-from ntp_launcher.processes import WorkerProcess, reap_orphans, start_worker, stop_workers
+from ntp_launcher.processes import WorkerProcess, start_worker, stop_workers
 
 _CANNOT_START = 127
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -31,7 +30,6 @@ class Recipe:
         environ: of a rank's process, by rank and incarnation.
         streams: what of a rank's output is shown (1 stdout, 2 stderr, 3 both).
         prefix: whether shown lines begin with their rank.
-        forks: whether a fork server makes the workers, where the system has what it needs.
         probe: the command that looks at the device of a worker, in its environment. () = none.
     """
 
@@ -40,7 +38,6 @@ class Recipe:
     log_dir: Path
     streams: Callable[[int], int]
     prefix: bool
-    forks: bool
     probe: tuple[str, ...]
     probe_timeout_s: float
 
@@ -60,9 +57,6 @@ class Crew:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._forks = recipe.forks and sys.platform == "linux"
-        self._server: ForkServer | None = None
-        self._ended: set[int] = set()
         self._workers: dict[int, tuple[int, WorkerProcess]] = {}
         self._looks: list[_Look] = []
         self._tails: list[TailLog] = []
@@ -99,8 +93,6 @@ class Crew:
                 error = worker.error() if code else ""
                 self._news.append(WorkerExited(rank, incarnation, code, error, since, socket.gethostname()))
                 del self._workers[rank]
-                self._ended.add(worker.popen.pid)
-        reap_orphans(self._ended)
         for look in list(self._looks):
             verdict = _verdict(look)
             if verdict is not None:
@@ -145,40 +137,20 @@ class Crew:
             self._looks = []
             stop_workers([worker for _, worker in self._workers.values()], signal_number, grace_s)
         finally:  # a running tail would block our own exit
-            self._close_server()
             for tail in self._tails:
                 tail.stop()
             self._tails = []
 
     def _start(self, rank: int, incarnation: int) -> None:
         name = f"rank{rank}.{incarnation}" if incarnation else f"rank{rank}"
+        environ = self._recipe.environ(rank, incarnation)
         try:
-            worker = self._new_worker(
-                rank, self._recipe.environ(rank, incarnation), self._recipe.log_dir / name
-            )
+            worker = start_worker(rank, self._recipe.module, environ, self._recipe.log_dir / name)
         except OSError as error:
             self._news.append(WorkerExited(rank, incarnation, _CANNOT_START, f"OSError: {error.strerror}"))
             return
         self._workers[rank] = (incarnation, worker)
         self.show(rank, self._recipe.streams(rank))
-
-    def _new_worker(self, rank: int, environ: Mapping[str, str], log_dir: Path) -> WorkerProcess:
-        """From the fork server; without it, whatever has become of it, a process that imports for itself."""
-        module = self._recipe.module
-        if self._forks:
-            try:
-                if self._server is None:
-                    self._server = ForkServer(module, environ, self._recipe.log_dir / "fork_server.log")
-                return start_worker(rank, module, environ, log_dir, self._server)
-            except OSError:
-                self._forks = False
-                self._close_server()
-        return start_worker(rank, module, environ, log_dir)
-
-    def _close_server(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
 
     def _probe(self, order: Probe) -> None:
         if not self._recipe.probe:

@@ -65,10 +65,10 @@ class Node:
         self._is_dropped = False
         self._leader = self._lead() if post == Post(0, 0) else None
         self.crew = Crew(self._recipe(log_dir))
-        seconds = job.config.elastic.lease_s if nodes.nnodes > 1 else math.inf
-        self._lease = Lease(connect(address), lease_key(post), seconds, self.crew.pulse, self.crew.fence)
         for rank in started:
             self.crew.obey(Start(rank, 0))
+        seconds = job.config.elastic.lease_s if nodes.nnodes > 1 else math.inf
+        self._lease = Lease(connect(address), lease_key(post), seconds, self.crew.pulse, self.crew.fence)
 
     @property
     def is_fenced(self) -> bool:
@@ -126,17 +126,16 @@ class Node:
         return Leader(self._job, self._run_dir, self._store, self._post.node, homes, resumes, audience)
 
     def _recipe(self, log_dir: Path) -> Recipe:
-        elastic, on_gpu = self._job.config.elastic, wants_gpu(self._job.config)
+        elastic = self._job.config.elastic
         probe = elastic.probe
         if probe == "auto":
-            probe = probe_command(on_gpu)
+            probe = probe_command(wants_gpu(self._job.config))
         return Recipe(
             module=self._job.worker_module,
             environ=self._environ,
             log_dir=log_dir,
             streams=self._streams,
             prefix=bool(self._nodes.tee),
-            forks=not on_gpu,
             probe=probe or (),
             probe_timeout_s=elastic.probe_timeout_s,
         )

@@ -1,12 +1,10 @@
-"""Worker processes of one node: start, look, stop. The only place that kills them.
+"""Worker processes of one node: start, look, stop. The only place that forks and kills.
 
 Every worker is its own session and process group, so that a terminal's Ctrl-C reaches the launcher alone, and
-whatever a worker has started ends with it. A worker cannot outlive the launcher (see `child`). It is started
-anew, or forked from a process that has imported all that it needs (see `fork_server`).
+whatever a worker has started ends with it. A worker cannot outlive the launcher (see `child`).
 """
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -15,10 +13,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from ntp_launcher import child
-from ntp_launcher.fork_server import ForkServer
 from ntp_launcher.outcome import last_error_line
 
 _TAIL_BYTES = 1 << 16
@@ -26,33 +22,12 @@ _POLL_S = 0.02
 _KILL_S = 5.0  # a killed process is gone within milliseconds, or not at all
 
 
-class Forked:
-    """A child that the fork server has made, with what of `subprocess.Popen` is needed here."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Reap it. Raises subprocess.TimeoutExpired."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("worker", timeout or 0)
-            else:
-                time.sleep(_POLL_S)
-        return self.returncode
-
-
 @dataclass(frozen=True)
 class WorkerProcess:
     """A started worker and where its output goes."""
 
     rank: int
-    popen: subprocess.Popen[bytes] | Forked
+    popen: subprocess.Popen[bytes]
     stdout: Path
     stderr: Path
 
@@ -80,36 +55,24 @@ class WorkerProcess:
             return last_error_line(file.read().decode(errors="replace").splitlines())
 
 
-def start_worker(
-    rank: int, module: str, environ: Mapping[str, str], log_dir: Path, server: ForkServer | None = None
-) -> WorkerProcess:
+def start_worker(rank: int, module: str, environ: Mapping[str, str], log_dir: Path) -> WorkerProcess:
     """Starts `python -m module rankN` with exactly this environment; its output goes to files in `log_dir`.
 
-    The argument is for people who look for a rank among the processes. With a server, it forks the worker.
-    Raises OSError.
+    The argument is for people who look for a rank among the processes.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     stdout, stderr = log_dir / "stdout.log", log_dir / "stderr.log"
-    with stdout.open("wb") as out, stderr.open("wb") as err:
-        if server is not None:
-            process = Forked(server.fork(rank, environ, out, err))
-        else:
-            process = _new_process(rank, module, environ, out, err)
-    return WorkerProcess(rank, process, stdout, stderr)
-
-
-def _new_process(
-    rank: int, module: str, environ: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
-) -> "subprocess.Popen[bytes]":
     shim = [sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid())]
-    return subprocess.Popen(
-        [*shim, sys.executable, "-m", module, f"rank{rank}"],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        env=dict(environ),
-        start_new_session=True,
-    )
+    with stdout.open("wb") as out, stderr.open("wb") as err:
+        popen = subprocess.Popen(
+            [*shim, sys.executable, "-m", module, f"rank{rank}"],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=dict(environ),
+            start_new_session=True,
+        )
+    return WorkerProcess(rank, popen, stdout, stderr)
 
 
 def stop_workers(workers: Iterable[WorkerProcess], signal_number: int, grace_s: float) -> None:
@@ -128,18 +91,8 @@ def stop_workers(workers: Iterable[WorkerProcess], signal_number: int, grace_s: 
             worker.popen.wait(timeout=_KILL_S)
 
 
-def reap_orphans(groups: set[int]) -> None:
-    """Reaps what ended workers have left in their process groups, and forgets those that are empty."""
-    for group in list(groups):
-        try:
-            while os.waitpid(-group, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            groups.remove(group)
-
-
-def _is_running(popen: "subprocess.Popen[bytes] | Forked") -> bool:
+def _is_running(popen: "subprocess.Popen[bytes]") -> bool:
     """Looks without reaping where the system can."""
-    if isinstance(popen, subprocess.Popen) and not hasattr(os, "waitid"):
+    if not hasattr(os, "waitid"):
         return popen.poll() is None
     return os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None

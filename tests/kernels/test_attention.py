@@ -105,6 +105,16 @@ def test_a_nan_reaches_the_rows_that_see_it(draw, device):
     assert lse[:130].isfinite().all()
 
 
+def test_a_row_whose_only_score_is_not_finite_is_not_finite(draw, device):
+    if device.type == "cuda":
+        pytest.skip("the kernel's own rule")
+    q, k, v, _ = inputs(draw, 256, 1, 1, 64)
+    q[0], k[0] = -1e30, 1e30
+    out, lse = attention(q, k, v, packed(device, 1, 256, [256]), 256, 0.125)
+    assert not out[0].isfinite().any()
+    assert not lse[0].isfinite().any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128])
 def test_large_calls_keep_bits_over_head_counts_and_batch_splits(draw, device, size):

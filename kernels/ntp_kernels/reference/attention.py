@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 
 _FLOOR = -87.0
-"""e^-87 is the least that float32 has in full, nothing beside a sum of weights; exp is slow below it."""
-
-_LARGEST = torch.finfo(torch.float32).max
+"""Of a weight's exponent: e^-87 is the least that float32 has in full, and exp is slow below it."""
 
 
 def attention(
@@ -80,7 +78,7 @@ class _Seen:
 
     Attributes:
         bits: i32 [S, S], all bits where a key is seen, none where it is hidden.
-        least: f32 [S, S], 0 where a key is seen, below every score where it is hidden.
+        least: f32 [S, S], 0 where a key is seen, -inf where it is hidden.
     """
 
     bits: torch.Tensor
@@ -99,11 +97,12 @@ def _sequences(document: torch.Tensor, seq_len: int) -> Iterator[tuple[slice, _S
         rows = slice(start, start + seq_len)
         ids = document[rows]
         seen = past & (ids[:, None] == ids[None, :])
-        yield rows, _Seen(-seen.int(), (seen.float() - 1) * _LARGEST)
+        least = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+        yield rows, _Seen(-seen.int(), least)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, seen: _Seen, scale: float) -> torch.Tensor:
-    """Return the scaled scores f32 [G*S, S] of q [S, G, H] and k [S, H], the least where hidden."""
+    """Return the scaled scores f32 [G*S, S] of q [S, G, H] and k [S, H], -inf where hidden."""
     scores = seen.keep(torch.mm(_by_head(q), _float(k).t()).mul_(scale))
     scores.view(-1, *seen.least.shape).add_(seen.least)
     return scores
