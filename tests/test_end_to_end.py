@@ -1,5 +1,6 @@
 """The main job through the launcher: real processes, real text, and an independent trainer beside it."""
 
+import functools
 import json
 import math
 import os
@@ -68,28 +69,35 @@ def test_twenty_steps_follow_transformers_and_torch_adamw(name, length):
 
 
 SHORT = ("--set", "train.steps=4", "--set", "model.num_hidden_layers=2", "--set", "train.seq_len=64")
-MESHES = {
-    "nothing": (),
-    "one rank lost": ("--failed", "3"),
-    "two ranks lost, taken over by standbys": ("--failed", "3,dp=1/tp=1", "--set", "parallel.standbys=2"),
-    "a replica lost but for one rank": ("--failed", "1,2,3"),
-    "one replica of three": ("--set", "parallel.dp=1", "--set", "parallel.tp=3"),
+TINY, QWEN = "tiny-cpu.yaml", "tiny-qwen-cpu.yaml"
+WORKERS = {  # by what failed: the configuration, options, and how many ranks each replica then has
+    "nothing": (TINY, (), [4, 4]),
+    "nothing, of a Qwen3": (QWEN, (), [4, 4]),
+    "one rank lost": (TINY, ("--failed", "3"), [3, 4]),
+    "two ranks lost, taken over by standbys": (
+        TINY,
+        ("--failed", "3,dp=1/tp=1", "--set", "parallel.standbys=2"),
+        [4, 4],
+    ),
+    "a replica lost but for one rank": (TINY, ("--failed", "1,2,3"), [1, 4]),
+    "one replica of three": (TINY, ("--set", "parallel.dp=1", "--set", "parallel.tp=3"), [3]),
 }
 
 
 @pytest.fixture(scope="module")
 def expected():
+    """What one simulated rank computes, by configuration."""
     torch.set_num_threads(1)
-    return one_rank("tiny-cpu.yaml", *SHORT)
+    return functools.cache(lambda name: one_rank(name, *SHORT))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_real_processes_compute_the_same_bits_whatever_failed(tmp_path, expected, mesh):
-    lines, summary = launch(tmp_path, "tiny-cpu.yaml", *SHORT, *MESHES[mesh])
-    assert [[line[key] for key in BITS] for line in lines] == [
-        [line[key] for key in BITS] for line in expected[0]
-    ]
-    assert {name: summary[name] for name in expected[1]} == expected[1]
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert summary["world_size"] == len(plan["workers"])
-    assert list(summary["degrees"].values()) == [len(replica["members"]) for replica in plan["replicas"]]
+@pytest.mark.parametrize("failed", WORKERS)
+def test_real_processes_compute_the_same_bits_whatever_failed(tmp_path, expected, failed):
+    name, options, degrees = WORKERS[failed]
+    lines, summary = launch(tmp_path, name, *SHORT, *options)
+    steps, hashes = expected(name)
+    assert [[line[key] for key in BITS] for line in lines] == [[line[key] for key in BITS] for line in steps]
+    assert {key: summary[key] for key in hashes} == hashes
+    assert summary["degrees"] == {str(replica): degree for replica, degree in enumerate(degrees)}
+    assert summary["world_size"] == sum(degrees)
+    assert summary["world_size"] == len(json.loads((tmp_path / "plan.json").read_text())["workers"])

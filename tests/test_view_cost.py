@@ -27,7 +27,7 @@ from tests.test_progress_view import config, line
 STEP_S = 0.01
 STEPS = 50  # of a round, with one look: two looks a second
 MOST = 0.005  # of the time
-KNOWN_S = 1.14e-3  # of `known_work` on that core
+KNOWN_S = 1.14e-3  # of `known_work` on that core, where the reporter's line took 31 us
 ROUNDS = 200
 
 
