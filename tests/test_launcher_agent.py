@@ -28,12 +28,16 @@ LOST = {f"STUB_{rank}": "lose" for rank in range(4)}
 
 
 def start(
-    run_dir: Path, *options: str, output: int | IO[str] = subprocess.PIPE, **environ: str
+    run_dir: Path,
+    *options: str,
+    output: int | IO[str] = subprocess.PIPE,
+    driver: str = DRIVER,
+    **environ: str,
 ) -> "subprocess.Popen[str]":
     path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "launcher"))
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "STUB_"))}
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, TINY, "--run-dir", str(run_dir), *options],
+        [sys.executable, "-c", driver, TINY, "--run-dir", str(run_dir), *options],
         cwd=ROOT,
         env={**inherited, "PYTHONPATH": path, **environ},
         stdout=output,
@@ -259,10 +263,12 @@ def test_a_restart_of_all_workers_is_no_new_run(tmp_path: Path) -> None:
     assert events(tmp_path).count("start") == 2
 
 
-def two_agents(tmp_path: Path, *options: tuple[str, ...], **environ: str) -> list[tuple[int, str, str]]:
+def two_agents(
+    tmp_path: Path, *options: tuple[str, ...], driver: str = DRIVER, **environ: str
+) -> list[tuple[int, str, str]]:
     """Two agents on this host, for a mesh of 1 x TP4; `options` are each one's own."""
     shared = ["--set", "parallel.dp=1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}"]
-    processes = [start(tmp_path, *shared, *own, **environ) for own in options]
+    processes = [start(tmp_path, *shared, *own, driver=driver, **environ) for own in options]
     return [finish(process) for process in processes]
 
 

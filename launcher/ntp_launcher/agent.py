@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError
@@ -51,12 +50,12 @@ from ntp_launcher.outcome import ExitCode
 from ntp_launcher.output import complain
 from ntp_launcher.placement import block_size, local_ranks, node_ranks
 from ntp_launcher.run_lock import locked
+from ntp_launcher.signals import raise_signals
 
 FAREWELL_S = 5.0  # for other agents to read the end of the job
 STOP_S = 10.0  # from a signal to the launcher until its workers get SIGKILL
 FAILED_STOP_S = 3.0  # the same after a failure, when there is nothing left to finish
 LOOK_S = 0.05  # between looks at the workers, unless --monitor-interval is shorter
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class MeshAgent(SimpleElasticAgent):
@@ -74,6 +73,7 @@ class MeshAgent(SimpleElasticAgent):
         self.was_fenced = False
         self._job, self._nodes = job, nodes
         self._post = Post(0, 0)
+        self._attempt = -1  # how often all workers have been restarted; none has been started yet
         self._leader_rank, self._leader_host = 0, ""
         self._board: Board | None = None
         self._server: Store | None = None
@@ -82,8 +82,9 @@ class MeshAgent(SimpleElasticAgent):
 
     @property
     def log_dir(self) -> Path:
-        """Where the output of every rank goes, in a directory of its own."""
-        return Path(self._nodes.log_dir).absolute() if self._nodes.log_dir else self.run_dir / "logs"
+        """Where the output of every rank of this attempt goes, in a directory of its own."""
+        logs = Path(self._nodes.log_dir).absolute() if self._nodes.log_dir else self.run_dir / "logs"
+        return logs / f"attempt{self._attempt}" if self._attempt > 0 else logs
 
     def _assign_worker_ranks(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -92,6 +93,7 @@ class MeshAgent(SimpleElasticAgent):
 
         A late agent has none yet: the leader will tell it what to start.
         """
+        self._attempt += 1
         handler = spec.rdzv_handler
         if isinstance(handler, LateRendezvous):
             assert handler.place is not None
@@ -143,35 +145,29 @@ class MeshAgent(SimpleElasticAgent):
             complain("ntp-launch", f"the results of an earlier run in {str(self.run_dir)!r} are replaced")
         describe_job(self._job, self.run_dir)
 
-    @property
-    def _attempt(self) -> int:
-        """How often all workers have been restarted."""
-        return self._worker_group.spec.max_restarts - self._remaining_restarts
-
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        attempt = self._attempt
         handler = worker_group.spec.rdzv_handler
-        address = handler.address if isinstance(handler, LateRendezvous) else self._meet(attempt)
+        address = handler.address if isinstance(handler, LateRendezvous) else self._meet()
         self._node = Node(
             self._job,
             self._nodes,
             self.run_dir,
             self._post,
             address,
-            _rendezvous_of(worker_group, address, attempt),
-            [worker.global_rank for worker in worker_group.workers],
-            self.log_dir / f"attempt{attempt}" if attempt else self.log_dir,
+            _rendezvous_of(worker_group, address, self._attempt),
+            self.log_dir,
         )
+        self._node.start([worker.global_rank for worker in worker_group.workers])
         pids = self._node.crew.pids
         return {i: pids.get(worker.global_rank) for i, worker in enumerate(worker_group.workers)}
 
-    def _meet(self, attempt: int) -> Address:
+    def _meet(self) -> Address:
         """Where the job's control store is; the leader starts it, unless there is one outside."""
         assert self._board is not None
         endpoint, job_id = self._nodes.control_endpoint, self._nodes.rdzv_id
         message: dict[str, Any] = {}
         if self._post.node == 0:
-            run_id = f"{job_id}-{time.time_ns():x}" if endpoint else f"{job_id}.{attempt}"
+            run_id = f"{job_id}-{time.time_ns():x}" if endpoint else f"{job_id}.{self._attempt}"
             if endpoint:
                 address = Address(*control_store.split(endpoint), run_id)
             else:
@@ -270,8 +266,7 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
     Raises LaunchError for nodes that cannot run the job; then no worker has been started.
     """
     _quiet(job.config.log.level)
-    for number in _SIGNALS:
-        signal.signal(number, _raise_signal)
+    raise_signals()
     try:
         while True:
             agent = _run(job, nodes)
@@ -381,8 +376,3 @@ def _quiet(level: str) -> None:
         logger = logging.getLogger("torch.distributed")
         logger.handlers = [logging.NullHandler()]
         logger.propagate = False
-
-
-def _raise_signal(number: int, frame: FrameType | None) -> None:
-    received = signal.Signals(number)
-    raise SignalException(f"received {received.name}", received)

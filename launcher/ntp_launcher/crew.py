@@ -17,6 +17,7 @@ from ntp_launcher.events import Kill, Mailed, Probe, ProbeDone, Start, WorkerExi
 from ntp_launcher.lease import Pulse
 from ntp_launcher.outcome import last_error_line
 from ntp_launcher.processes import WorkerProcess, start_worker, stop_workers
+from ntp_launcher.signals import held
 
 _CANNOT_START = 127
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -63,6 +64,7 @@ class Crew:
         self._shown: set[tuple[int, int, int]] = set()
         self._news: list[WorkerExited | ProbeDone] = []
         self._looked_at = time.monotonic()
+        self._is_fenced = False
 
     @property
     def pids(self) -> dict[int, int]:
@@ -73,13 +75,15 @@ class Crew:
         """Does what the coordinator wants done here."""
         match order:
             case Start(rank, incarnation):
-                self._start(rank, incarnation)
+                with held():
+                    self._start(rank, incarnation)
             case Kill(rank, incarnation):
                 running = self._workers.get(rank)
                 if running and running[0] == incarnation:
                     running[1].send(signal.SIGKILL)
             case Probe():
-                self._probe(order)
+                with held():
+                    self._probe(order)
             case _:
                 raise AssertionError(order)
 
@@ -113,7 +117,8 @@ class Crew:
         return Pulse(count, stopped, used)
 
     def fence(self) -> None:
-        """Kills every worker at once and waits for nothing. Called by another thread."""
+        """Kills all workers, one that is being started too, and waits for nothing. For another thread."""
+        self._is_fenced = True
         for _, worker in list(self._workers.values()):
             worker.send(signal.SIGKILL)
 
@@ -126,7 +131,8 @@ class Crew:
         for stream, file, to in ((1, worker.stdout, sys.stdout), (2, worker.stderr, sys.stderr)):
             if streams & stream and (rank, incarnation, stream) not in self._shown:
                 self._shown.add((rank, incarnation, stream))
-                self._tails.append(TailLog("rank", {rank: str(file)}, to, prefix).start())
+                with held():
+                    self._tails.append(TailLog("rank", {rank: str(file)}, to, prefix).start())
 
     def stop(self, signal_number: int, grace_s: float) -> None:
         """Ends everything: the signal, `grace_s` to obey it, SIGKILL. Also after a second signal to us."""
@@ -137,11 +143,14 @@ class Crew:
             self._looks = []
             stop_workers([worker for _, worker in self._workers.values()], signal_number, grace_s)
         finally:  # a running tail would block our own exit
-            for tail in self._tails:
-                tail.stop()
-            self._tails = []
+            with held():
+                for tail in self._tails:
+                    tail.stop()
+                self._tails = []
 
     def _start(self, rank: int, incarnation: int) -> None:
+        if self._is_fenced:
+            return
         name = f"rank{rank}.{incarnation}" if incarnation else f"rank{rank}"
         environ = self._recipe.environ(rank, incarnation)
         try:
@@ -150,6 +159,8 @@ class Crew:
             self._news.append(WorkerExited(rank, incarnation, _CANNOT_START, f"OSError: {error.strerror}"))
             return
         self._workers[rank] = (incarnation, worker)
+        if self._is_fenced:  # it was not among those that were killed
+            worker.send(signal.SIGKILL)
         self.show(rank, self._recipe.streams(rank))
 
     def _probe(self, order: Probe) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from ntp.device import wants_gpu
 from ntp.plan import make_plan
 from ntp.protocol import GENERATION, Generation
+from ntp_launcher.audience import Audience
 from ntp_launcher.control_store import Address, connect
 from ntp_launcher.crew import Crew, Recipe, probe_command
 from ntp_launcher.environment import Rendezvous, worker_environment
@@ -26,6 +27,7 @@ from ntp_launcher.lease import PATIENCE, Lease
 from ntp_launcher.listeners import audience_of
 from ntp_launcher.mail import END, Inbox, Outbox, Post, dropped_key, lease_key, left_key, peek, read_json
 from ntp_launcher.placement import block_size
+from ntp_launcher.signals import held
 
 _LOOK_S = 0.5  # between looks at what changes rarely: the reporter, the leader
 _LEADER_PATIENCE = 2 * PATIENCE  # leases
@@ -36,11 +38,10 @@ class LeaderLostError(Exception):
 
 
 class Node:
-    """This node from the start of its workers to the end of the job.
+    """This node from before the start of its workers to the end of the job.
 
     Args:
         post: which node, and which of its agents.
-        started: ranks to start at once; a late agent is told by the leader.
         log_dir: the output of every rank goes to a directory of its own there.
     """
 
@@ -52,7 +53,6 @@ class Node:
         post: Post,
         address: Address,
         rendezvous: Rendezvous,
-        started: Sequence[int],
         log_dir: Path,
     ) -> None:
         self._job, self._nodes, self._run_dir, self._post = job, nodes, run_dir, post
@@ -63,12 +63,22 @@ class Node:
         self._reporter, self._looked_at = job.plan.reporter, time.monotonic()
         self._leader_lease, self._leader_seen = "", time.monotonic()
         self._is_dropped = False
-        self._leader = self._lead() if post == Post(0, 0) else None
+        self._leader: Leader | None = None
         self.crew = Crew(self._recipe(log_dir))
-        for rank in started:
-            self.crew.obey(Start(rank, 0))
         seconds = job.config.elastic.lease_s if nodes.nnodes > 1 else math.inf
         self._lease = Lease(connect(address), lease_key(post), seconds, self.crew.pulse, self.crew.fence)
+
+    def start(self, ranks: Sequence[int]) -> None:
+        """Leads the job where that is this node's part, and starts workers; a late agent is told which later.
+
+        Where a signal cuts it short, `resign` and `leave` end what has begun.
+        """
+        if self._post == Post(0, 0):
+            audience = audience_of(self._job, self._run_dir)
+            with held():
+                self._leader = self._lead(audience)
+        for rank in ranks:
+            self.crew.obey(Start(rank, 0))
 
     @property
     def is_fenced(self) -> bool:
@@ -118,11 +128,10 @@ class Node:
             with contextlib.suppress(RuntimeError):
                 self._leader.farewell(timeout_s)
 
-    def _lead(self) -> Leader:
+    def _lead(self, audience: Audience) -> Leader:
         world = self._job.config.parallel.world_size
         homes = {rank: rank // self._size for rank in range(world)}
         resumes = bool(self._environ(self._job.plan.reporter, 0)["NTP_RESUME"])
-        audience = audience_of(self._job, self._run_dir)
         return Leader(self._job, self._run_dir, self._store, self._post.node, homes, resumes, audience)
 
     def _recipe(self, log_dir: Path) -> Recipe:

@@ -88,7 +88,6 @@ class View(Listener):
         self._console = console
         self._unicode = not console.options.ascii_only
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-        self._live.start()
 
     def say(self, line: str) -> None:
         """Above the view, where it stays."""
@@ -96,6 +95,8 @@ class View(Listener):
 
     def look(self, snapshot: Callable[[], Snapshot]) -> None:
         """Draws the view anew, in the terminal's present size."""
+        if not self._live.is_started:  # hides the cursor, which only `close` gives back
+            self._live.start()
         size = self._console.size
         lines = render(snapshot(), size.width, size.height - 1, self._unicode)
         self._live.update(_Drawing(lines), refresh=True)
