@@ -27,6 +27,8 @@ _MESH = re.compile(r"(?P<dp>\d+)x(?P<tp>\d+)(?::(?P<failed>\d+(?:,\d+)*))?(?P<va
 _WARM = 3
 """Steps that come before those whose speed counts."""
 
+_SECONDS = ("detect", "agree", "unblock", "rebuild", "move", "replay")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -156,11 +158,12 @@ def _line(row: Row, before: Sequence[Row]) -> str:
     return f"{row.case.name:24s} {hashes} {speed}{shared} ({row.wall_s:.0f} s){verdict}{told}"
 
 
-def _told(recovery: dict[str, Any]) -> str:
-    seconds = ("detect", "agree", "unblock", "rebuild", "move", "replay")
-    total = sum(recovery[name] for name in seconds)
-    parts = ", ".join(f"{name} {recovery[name]:.2f}" for name in seconds)
-    return f"{recovery['cause']}: {total:.2f} s ({parts}), from {recovery['source']}"
+def _told(change: dict[str, Any]) -> str:
+    """What a change of membership took; one that another overtook before a step was made has no source."""
+    known = {name: change[name] for name in _SECONDS if name in change}
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in known.items())
+    source = f"from {change['source']}" if "source" in change else "overtaken by the next change"
+    return f"{change['cause']}: {sum(known.values()):.2f} s ({parts}), {source}"
 
 
 if __name__ == "__main__":
