@@ -56,12 +56,10 @@ def test_speed_is_that_of_later_steps_and_shares_are_of_live_ranks(tmp_path):
 def test_a_bit_that_moved_is_seen_and_recoveries_are_told(tmp_path):
     recovery = dict.fromkeys(("detect", "agree", "unblock", "rebuild", "move", "replay"), 0.25)
     recovery |= {"cause": "rank 3 was killed by SIGKILL", "source": "peers"}
-    overtaken = {"cause": "rank 3 joined", "detect": 0.0, "agree": 0.25}
-    first = read(Case.parse("2x2"), run_directory(tmp_path / "a", recoveries=[recovery, overtaken]), 1.0)
+    short = {"cause": "rank 3 joined", "detect": 0.0, "agree": 0.25}
+    first = read(Case.parse("2x2"), run_directory(tmp_path / "a", recoveries=[recovery, short]), 1.0)
     other = read(Case.parse("1x1"), run_directory(tmp_path / "b", weights="v"), 1.0)
     assert differs(other, first)
     assert not differs(first, first)
     assert first.recoveries[0].startswith("rank 3 was killed by SIGKILL: 1.50 s (detect 0.25")
-    assert (
-        first.recoveries[1] == "rank 3 joined: 0.25 s (detect 0.00, agree 0.25), overtaken by the next change"
-    )
+    assert first.recoveries[1] == "rank 3 joined: 0.25 s (detect 0.00, agree 0.25), no step was made in it"

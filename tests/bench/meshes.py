@@ -159,10 +159,10 @@ def _line(row: Row, before: Sequence[Row]) -> str:
 
 
 def _told(change: dict[str, Any]) -> str:
-    """What a change of membership took; one that another overtook before a step was made has no source."""
+    """What a change of membership took; one in which no step was made has no source."""
     known = {name: change[name] for name in _SECONDS if name in change}
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in known.items())
-    source = f"from {change['source']}" if "source" in change else "overtaken by the next change"
+    source = f"from {change['source']}" if "source" in change else "no step was made in it"
     return f"{change['cause']}: {sum(known.values()):.2f} s ({parts}), {source}"
 
 
