@@ -9,6 +9,7 @@ return of the updated parameters, in compute precision, to every rank that holds
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -57,9 +58,6 @@ class DistributedOptimizer:
         buffer: the rank's storage; `buffer.parameters` receives initial and updated parameters.
         world: the group of every worker, over which norms are combined.
         config: learning-rate independent settings.
-
-    Attributes:
-        places: where `vote` has the gradients of each slice, views `[units, elements]` by `Gradients`' keys.
     """
 
     buffer_class: type[ParamAndGradBuffer] = ParamAndGradBuffer
@@ -79,16 +77,26 @@ class DistributedOptimizer:
         self._total_blocks = sum(spec.units * spec.blocks for spec in buffer.specs)
         blocks = self.slices[-1].last if self.slices else 0
         device = buffer.parameters.device
-        self.master, self.exp_avg, self.exp_avg_sq, self._gradient = (
-            torch.zeros(blocks * BLOCK, dtype=torch.float32, device=device) for _ in range(4)
+        self.master, self.exp_avg, self.exp_avg_sq = (
+            torch.zeros(blocks * BLOCK, dtype=torch.float32, device=device) for _ in range(3)
         )
-        self.places = {(part.spec.name, part.start): part.of(self._gradient) for part in self.slices}
 
     def retire(self) -> None:
         """Keep masters and moments alone."""
         if self._delivery is not None:
             self._delivery.close()
-        self._gradient, self.places = self._gradient.new_empty(0), {}
+        for name in ("_gradient", "places"):
+            vars(self).pop(name, None)
+
+    @cached_property
+    def _gradient(self) -> Tensor:
+        """Made for the first step: until then state may move here from another layout, which takes room."""
+        return torch.zeros_like(self.master)
+
+    @cached_property
+    def places(self) -> Gradients:
+        """Where `vote` has the gradients of each slice, views `[units, elements]`."""
+        return {(part.spec.name, part.start): part.of(self._gradient) for part in self.slices}
 
     @property
     def flats(self) -> tuple[Tensor, Tensor, Tensor]:

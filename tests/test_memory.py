@@ -43,6 +43,36 @@ def test_what_a_rank_allocates_is_what_was_estimated(failed: tuple[int, ...]) ->
         assert optimizer == pytest.approx(expected.optimizer * 3 / 4, rel=0.15)  # norms have one carrier
 
 
+def test_state_moves_before_gradients_take_room_and_after_they_have_given_it_up() -> None:
+    config = load_config(TINY, SHORT)
+    datasets = datasets_of(config)
+
+    def body(member):
+        trainer = Trainer(config, make_plan(config), member.mesh, datasets, torch.device("cpu"))
+        held = [float_bytes(trainer)]
+        trainer.publish()
+        trainer.step(1)
+        held.append(float_bytes(trainer))
+        trainer.retire()
+        return [*held, float_bytes(trainer)], 3 * trainer.optimizer.master.nbytes
+
+    for (before, stepped, retired), state in simulate(body, make_plan(config)).values():
+        assert before == retired == state
+        assert stepped > state + state // 3  # gradients of its slices, and sums of groups
+
+
+def float_bytes(trainer: Trainer) -> int:
+    """Of float32 state and gradients, as far as optimizer and buffer hold them."""
+    buffer = trainer.ddp.buffer
+    flats = [*vars(trainer.optimizer).values(), *buffer._free, *buffer._stack]
+    storages = {
+        flat.untyped_storage().data_ptr(): flat.untyped_storage().nbytes()
+        for flat in flats
+        if isinstance(flat, torch.Tensor) and flat.dtype == torch.float32
+    }
+    return sum(storages.values())
+
+
 def test_activations_are_those_that_autograd_saves() -> None:
     config = load_config(TINY, [*SHORT, "parallel.dp=1", "parallel.tp=1", "train.global_batch=1"])
     datasets = datasets_of(config)

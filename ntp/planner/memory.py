@@ -3,8 +3,9 @@
 It counts what the trainer allocates, in the layouts that it uses: parameters in the compute dtype, float32
 gradients as deep as the summation tree stacks them, the optimizer's slices, what the exchange holds in
 flight, and what the layers save for the backward pass of one microbatch. What the device itself takes (its
-context, NCCL's buffers, fragmentation) is a constant, `RESERVED_BYTES`, on a GPU. Not counted: copies that
-a change of membership makes while state moves.
+context, NCCL's buffers, fragmentation) is a constant, `RESERVED_BYTES`, on a GPU. Not counted: masters and
+moments of the old layout while state moves to another. Gradients and activations, which are not there then,
+take more: 8B from TP4 to TP3 needs 59.8 GiB for the move and 77.4 for its steps, by these sizes.
 """
 
 from collections.abc import Iterator
