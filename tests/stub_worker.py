@@ -3,7 +3,7 @@
 STUB_<rank> is one of: `ok` (default: the run is complete once all are here), `exit:N`, `kill:N`,
 `raise:MESSAGE` (all three once STUB_COUNT workers are up), `once` (exit with 5, but only before a restart),
 `lose` (report a broken connection after another worker has ended), `hang` (with a child process), `deaf` (the
-same, and ignore SIGTERM).
+same, and ignore SIGTERM), `loud` (`hang`, after more output than a pipe holds).
 """
 
 import json
@@ -26,7 +26,10 @@ def main() -> None:
     action, _, argument = os.environ.get(f"STUB_{rank}", "ok").partition(":")
     sys.stdout.write(f"hello from {rank}\n")
     sys.stderr.write(f"rank {rank} warns\n")
-    child = subprocess.Popen(["sleep", "600"]) if action in ("hang", "deaf") else None
+    child = subprocess.Popen(["sleep", "600"]) if action in ("hang", "deaf", "loud") else None
+    if action == "loud":
+        sys.stdout.write("loud\n" * (1 << 18))
+        sys.stdout.flush()
     if action == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pids = [os.getpid(), *([child.pid] if child else [])]

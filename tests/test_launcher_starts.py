@@ -1,27 +1,40 @@
-"""What comes while workers are being started: a signal to the launcher, the end of its lease."""
+"""Signals to the launcher at bad moments, and the end of its lease while workers are being started."""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from ntp_launcher import crew
+from ntp_launcher import crew, signals
+from ntp_launcher.agent import STOP_S
 from ntp_launcher.crew import Crew, Recipe
 from ntp_launcher.events import ProbeDone, Start, WorkerExited
 from ntp_launcher.processes import WorkerProcess
-from ntp_launcher.signals import held, raise_signals
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ntp.testing.trial import processes_of
-from tests.test_launcher_agent import ONE_LOSS_ENDS_IT, ONE_REPLICA, finish, launch, start, two_agents, wait
+from tests.test_launcher_agent import (
+    DRIVER,
+    ONE_LOSS_ENDS_IT,
+    ONE_REPLICA,
+    assert_nothing_is_left,
+    finish,
+    launch,
+    seen,
+    start,
+    two_agents,
+    wait,
+)
 
 # A signal to the launcher when rank 2's process is there and nobody has written down that it is.
-DRIVER = """
+INTERRUPTED = """
 import os, signal, sys
-from ntp_launcher import crew
+from ntp_launcher import crew, signals
+from ntp_launcher.agent import STOP_S
 from ntp_launcher.cli import main
 start_worker = crew.start_worker
 def interrupted(rank, *rest):
@@ -32,53 +45,86 @@ def interrupted(rank, *rest):
 crew.start_worker = interrupted
 sys.exit(main(worker_module="tests.stub_worker"))
 """
+# A second signal as soon as the first has been taken, where what it calls first begins.
+AGAIN = """
+import os, signal, sys
+from ntp_launcher.cli import main
+from ntp_launcher.leader import Leader
+end = Leader.end
+def interrupted(*what):
+    os.kill(os.getpid(), signal.SIGTERM)
+    end(*what)
+Leader.end = interrupted
+sys.exit(main(worker_module="tests.stub_worker"))
+"""
 HANG = {f"STUB_{rank}": "hang" for rank in range(4)}
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_while_workers_are_started_ends_everything(name: str, tmp_path: Path) -> None:
-    code, _, err = finish(start(tmp_path, *ONE_REPLICA, driver=DRIVER.format(name=name), **HANG))
+    code, _, err = finish(start(tmp_path, *ONE_REPLICA, driver=INTERRUPTED.format(name=name), **HANG))
     assert (code, err) == (128 + signal.Signals[name], f"ntp-launch: stopped by {name}\n")
     wait(lambda: not processes_of(tmp_path), seconds=10)
 
 
 def test_a_signal_while_workers_are_started_is_told_to_the_other_node(tmp_path: Path) -> None:
     nodes = [("--node-rank", node, *ONE_LOSS_ENDS_IT) for node in ("0", "1")]
-    first, second = two_agents(tmp_path, *nodes, driver=DRIVER.format(name="SIGTERM"), **HANG)
+    first, second = two_agents(tmp_path, *nodes, driver=INTERRUPTED.format(name="SIGTERM"), **HANG)
     assert (second[0], second[2].splitlines()[-1]) == (143, "ntp-launch: stopped by SIGTERM")
     assert first[0] == 1
     assert "ntp-launch: node 1 is lost: its agent was stopped by SIGTERM; logs in" in first[2]
     wait(lambda: not processes_of(tmp_path), seconds=10)
 
 
+def test_a_second_signal_cuts_no_end_short(tmp_path: Path) -> None:
+    process = start(tmp_path, *ONE_REPLICA, driver=AGAIN, **{f"STUB_{rank}": "deaf" for rank in range(3)})
+    wait(lambda: len(seen(tmp_path)) == 3)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert (code, err) == (130, "rank 0 warns\nntp-launch: stopped by SIGINT\n")
+    assert time.monotonic() - begun < STOP_S  # deaf workers need not be waited for any more
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_signal_ends_a_launcher_whose_output_nobody_reads(tmp_path: Path) -> None:
+    driver = "from ntp_launcher import signals; signals.LAST_S = 2.0; " + DRIVER
+    loud = {f"STUB_{rank}": "loud" for rank in range(3)}
+    with start(tmp_path, *ONE_REPLICA, driver=driver, **loud) as process:
+        wait(lambda: len(seen(tmp_path)) == 3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+    wait(lambda: not processes_of(tmp_path), seconds=10)
+
+
 @pytest.fixture
-def signals() -> object:
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    raise_signals()
-    yield
-    for number, handler in before.items():
-        if handler is not signal.getsignal(number):
-            signal.signal(number, handler)
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(signals, "LAST_S", 1e6)
+    before = signal.getsignal(signal.SIGHUP)
+    with signals.ending_signals():
+        yield
+    assert signal.getsignal(signal.SIGHUP) is before
 
 
-@pytest.mark.usefixtures("signals")
-def test_a_signal_waits_for_the_outermost_context_and_raises_there() -> None:
+@pytest.mark.usefixtures("taken")
+def test_the_first_signal_raises_once_at_the_end_of_the_outermost_context() -> None:
     done: list[str] = []
 
     def interrupted() -> None:
-        with held():
-            with held():
+        with signals.held():
+            with signals.held():
                 os.kill(os.getpid(), signal.SIGTERM)
                 done.append("inner")
             done.append("outer")
-            os.kill(os.getpid(), signal.SIGINT)
+        done.append("never")
 
     with pytest.raises(SignalException) as raised:
         interrupted()
     assert done == ["inner", "outer"]
-    assert raised.value.sigval is signal.SIGTERM  # the first
-    with pytest.raises(SignalException):
-        os.kill(os.getpid(), signal.SIGHUP)
+    assert raised.value.sigval is signal.SIGTERM
+    assert not signals.is_hurried()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.is_hurried()
 
 
 def test_a_fence_reaches_a_worker_that_is_being_started(

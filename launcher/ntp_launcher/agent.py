@@ -50,7 +50,7 @@ from ntp_launcher.outcome import ExitCode
 from ntp_launcher.output import complain
 from ntp_launcher.placement import block_size, local_ranks, node_ranks
 from ntp_launcher.run_lock import locked
-from ntp_launcher.signals import raise_signals
+from ntp_launcher.signals import ending_signals, held
 
 FAREWELL_S = 5.0  # for other agents to read the end of the job
 STOP_S = 10.0  # from a signal to the launcher until its workers get SIGKILL
@@ -78,7 +78,7 @@ class MeshAgent(SimpleElasticAgent):
         self._board: Board | None = None
         self._server: Store | None = None
         self._node: Node | None = None
-        self._held = contextlib.ExitStack()  # the lock of the run directory, from a start to its stop
+        self._locked = contextlib.ExitStack()  # the lock of the run directory, from a start to its stop
 
     @property
     def log_dir(self) -> Path:
@@ -139,7 +139,7 @@ class MeshAgent(SimpleElasticAgent):
 
     def _take_run_dir(self) -> None:
         """Makes the run directory this job's alone. Raises LaunchError where another job runs in it."""
-        self._held.enter_context(locked(self.run_dir))
+        self._locked.enter_context(locked(self.run_dir))
         is_new = self._job.resume is None and self._attempt == 0
         if is_new and clear_run_dir(self.run_dir):
             complain("ntp-launch", f"the results of an earlier run in {str(self.run_dir)!r} are replaced")
@@ -148,15 +148,11 @@ class MeshAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         handler = worker_group.spec.rdzv_handler
         address = handler.address if isinstance(handler, LateRendezvous) else self._meet()
-        self._node = Node(
-            self._job,
-            self._nodes,
-            self.run_dir,
-            self._post,
-            address,
-            _rendezvous_of(worker_group, address, self._attempt),
-            self.log_dir,
-        )
+        rendezvous = _rendezvous_of(worker_group, address, self._attempt)
+        with held():
+            self._node = Node(
+                self._job, self._nodes, self.run_dir, self._post, address, rendezvous, self.log_dir
+            )
         self._node.start([worker.global_rank for worker in worker_group.workers])
         pids = self._node.crew.pids
         return {i: pids.get(worker.global_rank) for i, worker in enumerate(worker_group.workers)}
@@ -243,7 +239,7 @@ class MeshAgent(SimpleElasticAgent):
         """
         if death_sig == signal.SIGINT:
             death_sig = signal.SIGTERM
-        with self._held:
+        with held(), self._locked:
             node, self._node = self._node, None
             if node is None:
                 return
@@ -266,16 +262,9 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
     Raises LaunchError for nodes that cannot run the job; then no worker has been started.
     """
     _quiet(job.config.log.level)
-    raise_signals()
     try:
-        while True:
-            agent = _run(job, nodes)
-            if not agent.was_fenced or _address_of_running(job, nodes) is None:
-                break
-        if agent.end.code == ExitCode.DONE:
-            return ExitCode.DONE, f"done, results in {agent.run_dir}"
-        sys.stderr.write(failure_report(agent.end, agent.log_dir))
-        return agent.end.code, f"{agent.end.reason}; logs in {agent.log_dir}"
+        with ending_signals():
+            return _until_it_ends(job, nodes)
     except SignalException as stop:
         return 128 + stop.sigval.value, f"stopped by {stop.sigval.name}"
     except EndedError as error:
@@ -286,6 +275,17 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
         return code, f"no rendezvous at {nodes.rdzv_endpoint}: {reason}"
     except DistError:
         return ExitCode.LOST_STORE, f"lost the rendezvous store at {nodes.rdzv_endpoint}, its agent is gone"
+
+
+def _until_it_ends(job: Job, nodes: Nodes) -> tuple[int, str]:
+    while True:
+        agent = _run(job, nodes)
+        if not agent.was_fenced or _address_of_running(job, nodes) is None:
+            break
+    if agent.end.code == ExitCode.DONE:
+        return ExitCode.DONE, f"done, results in {agent.run_dir}"
+    sys.stderr.write(failure_report(agent.end, agent.log_dir))
+    return agent.end.code, f"{agent.end.reason}; logs in {agent.log_dir}"
 
 
 def _run(job: Job, nodes: Nodes) -> MeshAgent:

@@ -135,7 +135,7 @@ class Crew:
                     self._tails.append(TailLog("rank", {rank: str(file)}, to, prefix).start())
 
     def stop(self, signal_number: int, grace_s: float) -> None:
-        """Ends everything: the signal, `grace_s` to obey it, SIGKILL. Also after a second signal to us."""
+        """Ends everything: the signal, `grace_s` to obey it, SIGKILL. For where signals to us are held."""
         try:
             for look in self._looks:
                 look.popen.kill()
@@ -143,10 +143,9 @@ class Crew:
             self._looks = []
             stop_workers([worker for _, worker in self._workers.values()], signal_number, grace_s)
         finally:  # a running tail would block our own exit
-            with held():
-                for tail in self._tails:
-                    tail.stop()
-                self._tails = []
+            for tail in self._tails:
+                tail.stop()
+            self._tails = []
 
     def _start(self, rank: int, incarnation: int) -> None:
         if self._is_fenced:

@@ -15,7 +15,6 @@ from torch.distributed.distributed_c10d import Store
 from ntp.device import wants_gpu
 from ntp.plan import make_plan
 from ntp.protocol import GENERATION, Generation
-from ntp_launcher.audience import Audience
 from ntp_launcher.control_store import Address, connect
 from ntp_launcher.crew import Crew, Recipe, probe_command
 from ntp_launcher.environment import Rendezvous, worker_environment
@@ -74,9 +73,8 @@ class Node:
         Where a signal cuts it short, `resign` and `leave` end what has begun.
         """
         if self._post == Post(0, 0):
-            audience = audience_of(self._job, self._run_dir)
             with held():
-                self._leader = self._lead(audience)
+                self._leader = self._lead()
         for rank in ranks:
             self.crew.obey(Start(rank, 0))
 
@@ -128,10 +126,11 @@ class Node:
             with contextlib.suppress(RuntimeError):
                 self._leader.farewell(timeout_s)
 
-    def _lead(self, audience: Audience) -> Leader:
+    def _lead(self) -> Leader:
         world = self._job.config.parallel.world_size
         homes = {rank: rank // self._size for rank in range(world)}
         resumes = bool(self._environ(self._job.plan.reporter, 0)["NTP_RESUME"])
+        audience = audience_of(self._job, self._run_dir)
         return Leader(self._job, self._run_dir, self._store, self._post.node, homes, resumes, audience)
 
     def _recipe(self, log_dir: Path) -> Recipe:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ntp_launcher import child
 from ntp_launcher.outcome import last_error_line
+from ntp_launcher.signals import is_hurried
 
 _TAIL_BYTES = 1 << 16
 _POLL_S = 0.02
@@ -76,12 +77,17 @@ def start_worker(rank: int, module: str, environ: Mapping[str, str], log_dir: Pa
 
 
 def stop_workers(workers: Iterable[WorkerProcess], signal_number: int, grace_s: float) -> None:
-    """Ends workers: the signal, `grace_s` seconds to obey it, then SIGKILL. Returns when they are gone."""
+    """Ends workers: the signal, `grace_s` seconds to obey it, then SIGKILL. Returns when they are gone.
+
+    A second signal to the launcher is the end of their grace.
+    """
     running = [worker for worker in workers if worker.poll() is None]
     for worker in running:
         worker.send(signal_number)
     deadline = time.monotonic() + grace_s
     while any(worker.poll() is None for worker in running) and time.monotonic() < deadline:
+        if is_hurried():
+            break
         time.sleep(_POLL_S)
     for worker in running:
         if worker.poll() is None:
