@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import subprocess
 
 import pytest
 
+from tests.bench import meshes
 from tests.bench.meshes import Case, differs, read, share
 
 
@@ -63,3 +65,18 @@ def test_a_bit_that_moved_is_seen_and_recoveries_are_told(tmp_path):
     assert not differs(first, first)
     assert first.recoveries[0].startswith("rank 3 was killed by SIGKILL: 1.50 s (detect 0.25")
     assert first.recoveries[1] == "rank 3 joined: 0.25 s (detect 0.00, agree 0.25), no step was made in it"
+
+
+def test_a_run_that_does_not_end_shows_what_it_has_told_last(tmp_path, monkeypatch, capsys):
+    def hangs(command, timeout, **_):
+        run_dir = meshes.Path(command[command.index("--run-dir") + 1])
+        run_dir.mkdir(parents=True)
+        events = [{"time": 100.0 + n, "kind": "loss", "text": f"rank {n} is gone"} for n in range(20)]
+        (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert meshes.main(["job.yaml", "2x2", "--limit", "5"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "2x2: did not end within 5 s"
+    assert (len(said), said[-1]) == (13, "      +11.0 s loss: rank 19 is gone")

@@ -27,6 +27,9 @@ _MESH = re.compile(r"(?P<dp>\d+)x(?P<tp>\d+)(?::(?P<failed>\d+(?:,\d+)*))?(?P<va
 _WARM = 3
 """Steps that come before those whose speed counts."""
 
+_EVENTS = 12
+"""Of a run that did not end, as many of the last ones are shown."""
+
 _SECONDS = ("detect", "agree", "unblock", "rebuild", "move", "replay")
 
 
@@ -140,12 +143,22 @@ def _run(case: Case, config: str, overrides: Sequence[str], run_dir: Path, limit
             check=False,
         )
     except subprocess.TimeoutExpired:
-        print(f"{case.name}: did not end within {limit_s:.0f} s", flush=True)
+        print(f"{case.name}: did not end within {limit_s:.0f} s{_last_events(run_dir)}", flush=True)
         return None
     if done.returncode:
         print(f"{case.name}: exit code {done.returncode}: {(done.stderr or done.stdout)[-800:]}", flush=True)
         return None
     return read(case, run_dir, time.monotonic() - began)
+
+
+def _last_events(run_dir: Path) -> str:
+    """What a run that did not end has told last."""
+    events = run_dir / "events.jsonl"
+    lines = events.read_text().splitlines()[-_EVENTS:] if events.exists() else []
+    told = [json.loads(line) for line in lines]
+    return "".join(
+        f"\n    {one['time'] - told[0]['time']:+7.1f} s {one['kind']}: {one['text']}" for one in told
+    )
 
 
 def _line(row: Row, before: Sequence[Row]) -> str:
