@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
-from ntp_launcher import board
+from ntp_launcher import agent, board, cli
 from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs" / "tiny-cpu.yaml")
@@ -309,3 +310,28 @@ def test_an_agent_that_goes_away_after_the_meeting_is_told_by_number(monkeypatch
     monkeypatch.setattr(board, "_PATIENCE_S", 0.1)
     with pytest.raises(RendezvousError, match="1 of 2 agents went away"):
         board.Board(HashStore(), 0, 2).exchange("claim", {})
+
+
+def test_a_rendezvous_that_does_not_answer_is_told_without_torchs_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise RendezvousConnectionError("The connection has failed. See inner exception for details.")
+
+    monkeypatch.setattr(agent, "_run", fails)
+    job: Any = SimpleNamespace(config=SimpleNamespace(log=SimpleNamespace(level="debug")))
+    nodes: Any = SimpleNamespace(rdzv_endpoint="first:29400")
+    said = "no rendezvous at first:29400: the store there does not answer"
+    assert agent.launch(job, nodes) == (5, said)
+
+
+def test_torch_is_quiet_in_the_launcher_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_CPP_LOG_LEVEL"
+    monkeypatch.delenv(name, raising=False)
+    with cli._quiet_torch("info"):
+        assert os.environ[name] == "ERROR"
+    assert name not in os.environ
+    monkeypatch.setenv(name, "INFO")
+    with cli._quiet_torch("info"):
+        assert os.environ[name] == "INFO"
+    assert os.environ[name] == "INFO"

@@ -29,6 +29,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
@@ -269,6 +270,8 @@ def launch(job: Job, nodes: Nodes) -> tuple[int, str]:
         return 128 + stop.sigval.value, f"stopped by {stop.sigval.name}"
     except EndedError as error:
         return error.code, str(error)
+    except RendezvousConnectionError:
+        return ExitCode.LOST_STORE, f"no rendezvous at {nodes.rdzv_endpoint}: the store there does not answer"
     except RendezvousError as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         code = ExitCode.FAILED if isinstance(error, RendezvousClosedError) else ExitCode.LOST_STORE

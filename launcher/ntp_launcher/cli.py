@@ -10,7 +10,8 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from ntp.config import load_config
@@ -27,6 +28,7 @@ from ntp_launcher.placement import block_size
 from ntp_launcher.view import show
 
 _COMMAND = "ntp-launch"
+_CPP_LEVEL = "TORCH_CPP_LOG_LEVEL"  # read when torch is loaded
 
 
 class Stopped(BaseException):
@@ -156,8 +158,9 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 def _launch(job: Job, nodes: Nodes) -> int:
     """Starts the agent. torch is imported here and not before: a dry run does without."""
-    from ntp_launcher import agent
-    from ntp_launcher.preflight import check_node
+    with _quiet_torch(job.config.log.level):
+        from ntp_launcher import agent
+        from ntp_launcher.preflight import check_node
 
     check_node(job, nodes)
     with output_is_dispensable(_COMMAND):
@@ -167,6 +170,22 @@ def _launch(job: Job, nodes: Nodes) -> int:
         else:
             sys.stdout.write(f"{_COMMAND}: {message}\n")
     return code
+
+
+@contextmanager
+def _quiet_torch(level: str) -> Iterator[None]:
+    """Where torch is imported in this context, a lost store is told without the stack of its C++ part.
+
+    For this process alone: its workers' output goes to files, where more is better.
+    """
+    before = os.environ.get(_CPP_LEVEL)
+    if before is None and level != "debug":
+        os.environ[_CPP_LEVEL] = "ERROR"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_CPP_LEVEL, None)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
