@@ -63,7 +63,8 @@ HANG = {f"STUB_{rank}": "hang" for rank in range(4)}
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_while_workers_are_started_ends_everything(name: str, tmp_path: Path) -> None:
     code, _, err = finish(start(tmp_path, *ONE_REPLICA, driver=INTERRUPTED.format(name=name), **HANG))
-    assert (code, err) == (128 + signal.Signals[name], f"ntp-launch: stopped by {name}\n")
+    assert code == 128 + signal.Signals[name]
+    assert err.removeprefix("rank 0 warns\n") == f"ntp-launch: stopped by {name}\n"  # it may get so far
     wait(lambda: not processes_of(tmp_path), seconds=10)
 
 
