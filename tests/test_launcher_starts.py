@@ -33,8 +33,7 @@ from tests.test_launcher_agent import (
 # A signal to the launcher when rank 2's process is there and nobody has written down that it is.
 INTERRUPTED = """
 import os, signal, sys
-from ntp_launcher import crew, signals
-from ntp_launcher.agent import STOP_S
+from ntp_launcher import crew
 from ntp_launcher.cli import main
 start_worker = crew.start_worker
 def interrupted(rank, *rest):

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from ntp.config import Config
 from ntp.protocol import Generation
-from ntp_launcher.progress import Happening, Progress, Snapshot
+from ntp_launcher.progress import RECOVERY_PARTS, Happening, Progress, Snapshot
 
 _LOOK_S = 0.5  # between two drawings: a faster one is no easier to read
 EVENTS = "events.jsonl"
@@ -85,8 +85,7 @@ class Audience:
 
     def recovered(self, change: Mapping[str, Any]) -> None:
         """The times of a change of membership are known (as in `summary.json`)."""
-        parts = ("detect", "agree", "unblock", "rebuild", "move", "replay")
-        known = [(part, float(change[part])) for part in parts if part in change]
+        known = [(part, float(change[part])) for part in RECOVERY_PARTS if part in change]
         told = ", ".join(f"{part} {seconds:.2f}" for part, seconds in known if seconds >= 0.005)
         total = sum(seconds for _, seconds in known)
         text = f"generation {change['generation']} went on after {total:.2f} s" + f" ({told})" * bool(told)

@@ -18,7 +18,8 @@ from ntp.protocol import Generation
 _SMOOTHING = 0.1  # weight of the newest step in shown rates
 _LOSSES = 512
 _HAPPENINGS = 64
-_TIMES = ("detect", "agree", "unblock", "rebuild", "move", "replay")
+RECOVERY_PARTS = ("detect", "agree", "unblock", "rebuild", "move", "replay")
+"""What a change of membership spends seconds on, in this order; keys of `recoveries` in `summary.json`."""
 
 
 class Mark(StrEnum):
@@ -161,7 +162,7 @@ class Progress:
         """Something to be listed."""
         self._happenings.append(happening)
         if happening.kind == "recovery":
-            self._last_recovery = {key: happening.values.get(key, 0.0) for key in _TIMES}
+            self._last_recovery = {key: happening.values.get(key, 0.0) for key in RECOVERY_PARTS}
 
     def snapshot(self, now: float) -> Snapshot:
         """All of it, at this time."""

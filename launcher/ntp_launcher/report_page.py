@@ -8,10 +8,10 @@ from time import localtime, strftime
 from ntp.errors import PlanError
 from ntp.plan import make_plan
 from ntp_launcher.live import duration, quantity
+from ntp_launcher.progress import RECOVERY_PARTS
 from ntp_launcher.report_data import Line, Run
 from ntp_launcher.svg import Series, Span, lines, stacked, timeline
 
-_PARTS = ("detect", "agree", "unblock", "rebuild", "move", "replay")
 _MOST_EVENTS = 200
 _CSS = """
 :root{--paper:#fff;--ink:#1c1f24;--soft:#6a717c;--rule:#dfe3e8;--mark:#c8372d;
@@ -179,11 +179,11 @@ def _recoveries(run: Run) -> str:
     rows = [
         (
             f"generation {change['generation']}",
-            [(part, float(change.get(part, 0.0)), f"f{place}") for place, part in enumerate(_PARTS)],
+            [(part, float(change.get(part, 0.0)), f"f{place}") for place, part in enumerate(RECOVERY_PARTS)],
         )
         for change in changes
     ]
-    key = _key([(part, f"--c{place}") for place, part in enumerate(_PARTS)])
+    key = _key([(part, f"--c{place}") for place, part in enumerate(RECOVERY_PARTS)])
     return stacked(rows, "s") + (key if rows else "")
 
 

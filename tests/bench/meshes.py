@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ntp_launcher.progress import RECOVERY_PARTS
+
 _MESH = re.compile(r"(?P<dp>\d+)x(?P<tp>\d+)(?::(?P<failed>\d+(?:,\d+)*))?(?P<variables>(?:@\w+=[^@]*)*)")
 _WARM = 3
 """Steps that come before those whose speed counts."""
 
 _EVENTS = 12
 """Of a run that did not end, as many of the last ones are shown."""
-
-_SECONDS = ("detect", "agree", "unblock", "rebuild", "move", "replay")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _line(row: Row, before: Sequence[Row]) -> str:
 
 def _told(change: dict[str, Any]) -> str:
     """What a change of membership took; one in which no step was made has no source."""
-    known = {name: change[name] for name in _SECONDS if name in change}
+    known = {name: change[name] for name in RECOVERY_PARTS if name in change}
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in known.items())
     source = f"from {change['source']}" if "source" in change else "no step was made in it"
     return f"{change['cause']}: {sum(known.values()):.2f} s ({parts}), {source}"
