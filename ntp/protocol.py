@@ -128,7 +128,7 @@ class RecoveryTimes(_Message):
         rebuild: new groups.
         move: state between ranks.
         replay: from then until the next committed step.
-        bytes_moved: that this worker received.
+        bytes_moved: of state, from one rank to another, of all ranks.
         steps_replayed: committed steps that had to be computed again; 0 unless state was lost.
         source: where lost state came from: `peers`, `snapshot`, `checkpoint` or `start`.
     """

@@ -28,6 +28,8 @@ from ntp.reshard import Rectangle, post
 from ntp.state_moves import StateMoves, state_moves
 from ntp.trainer import StepResult, Trainer
 
+_STATE_BYTES = 12
+"""Of an element: its master and two moments, in float32."""
 _ROUND_ELEMENTS = 1 << 26
 """Of the whole model, whose state travels at once: the room that a move takes beside the two layouts."""
 
@@ -126,7 +128,7 @@ def carry(
         make_trainer: makes this process's trainer under `plan`, without state; None for a standby.
 
     Returns:
-        The bytes received from other ranks.
+        The bytes of state that went from one rank to another, of all ranks.
 
     Raises:
         StateLostError: on every process alike.
@@ -147,13 +149,13 @@ def carry(
     if mine is not None:
         mine.retire()
     trainer = make_trainer()
-    received = _move(carrier, moves, specs, mine, trainer)
+    _move(carrier, moves, specs, mine, trainer)
     if trainer is not None:
         trainer.committed, trainer.result = decision.step, decision.result
         kept.append(trainer)
     gather_values(world, None)  # everyone's move is complete: old layouts may go
     kept[:] = [] if trainer is None else [trainer]
-    return received
+    return _STATE_BYTES * moves.travelling
 
 
 def _move(
@@ -162,8 +164,8 @@ def _move(
     specs: Sequence[ParameterSpec],
     source: Trainer | None,
     target: Trainer | None,
-) -> int:
-    """Carry masters and moments, some parameters at a time; returns the bytes that came from other ranks."""
+) -> None:
+    """Carry masters and moments, some parameters at a time."""
     like = torch.empty(0, device=carrier.device)
     for first, stop in _rounds(specs):
         outgoing: list[tuple[int, Tensor]] = []
@@ -179,8 +181,6 @@ def _move(
             ):
                 state.copy_(values)
     carrier.synchronize()
-    rank = carrier.ranks[carrier.rank]
-    return sum(12 * part.elements for part in moves.receives if part.peer != rank)
 
 
 def _rounds(specs: Sequence[ParameterSpec]) -> Iterator[tuple[int, int]]:

@@ -23,11 +23,13 @@ class StateMoves:
         sends: rectangles that it gives away, ordered by peer; itself included.
         receives: rectangles that fill its slices, ordered by peer.
         missing: names of parameters of which some state survives nowhere; the same on every rank.
+        travelling: elements that go from one rank to another, of all ranks; the same on every rank.
     """
 
     sends: tuple[Rectangle, ...]
     receives: tuple[Rectangle, ...]
     missing: tuple[str, ...]
+    travelling: int
 
 
 def keepers(plan: Plan, spec: ParameterSpec, replica: Replica) -> OwnerTable:
@@ -50,6 +52,7 @@ def state_moves(
     sends: list[Rectangle] = []
     receives: list[Rectangle] = []
     missing: list[str] = []
+    travelling = 0
     for spec in specs:
         sources = _sources(old, spec, frozenset(alive))
         for place, replica in enumerate(new.replicas):
@@ -58,11 +61,14 @@ def state_moves(
                     for part in _cut(sources, spec, target, units, start, stop):
                         if part.peer < 0:
                             missing.append(spec.name)
-                        elif target == rank:
+                            continue
+                        if part.peer != target:
+                            travelling += part.elements
+                        if target == rank:
                             receives.append(part)
                         if part.peer == rank:
                             sends.append(Rectangle(spec, target, part.units, part.start, part.stop))
-    return StateMoves(_ordered(sends), _ordered(receives), tuple(dict.fromkeys(missing)))
+    return StateMoves(_ordered(sends), _ordered(receives), tuple(dict.fromkeys(missing)), travelling)
 
 
 @dataclass(frozen=True, slots=True)

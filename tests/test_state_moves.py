@@ -38,7 +38,9 @@ def state_of(plan, rank, specs):
 def move(old, new, alive, specs):
     """Carry the state along the moves and check that both sides agree on every piece."""
     plans = {rank: state_moves(old, new, alive, rank, specs) for rank in {*alive, *new.world}}
-    assert len({plan.missing for plan in plans.values()}) == 1
+    assert len({(plan.missing, plan.travelling) for plan in plans.values()}) == 1
+    from_others = [part for rank, plan in plans.items() for part in plan.receives if part.peer != rank]
+    assert plans[min(plans)].travelling == sum(part.elements for part in from_others)
     missing = next(iter(plans.values())).missing
     before = {rank: state_of(old, rank, specs) for rank in alive}
     after = {rank: {} for rank in new.workers}
