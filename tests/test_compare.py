@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from ntp_launcher import compare_cli, export_cli
+from ntp_launcher.ending import ending
 
 from ntp.config import dump_yaml
 from ntp.data import datasets_of
@@ -75,6 +76,14 @@ def test_what_is_not_a_finished_run_is_named(tmp_path, compare):
     assert compare(a, tmp_path / "nowhere")[0] == 2
     (b / "metrics.jsonl").write_text("[1]\n")
     assert "is not what a run writes" in compare(a, b)[1]
+
+
+def test_what_may_not_be_read_is_named(capsys):
+    def refused():
+        raise PermissionError(13, "Permission denied", "a/resolved.yaml")
+
+    assert ending("ntp-compare", refused) == 2
+    assert capsys.readouterr().err == "ntp-compare: cannot use 'a/resolved.yaml': Permission denied\n"
 
 
 def test_export_takes_the_newest_sound_checkpoint(tmp_path, capsys):

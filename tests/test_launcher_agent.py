@@ -236,6 +236,13 @@ def test_a_run_directory_is_one_jobs_until_its_launcher_is_gone(tmp_path: Path) 
         os.kill(child, signal.SIGKILL)
 
 
+def test_a_run_directory_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    code, out, err = launch(tmp_path, *ONE_REPLICA)
+    assert (code, out) == (2, "")
+    assert err == f"ntp-launch: cannot write the run directory {str(tmp_path)!r}: Is a directory\n"
+
+
 def events(run_dir: Path) -> list[str]:
     return [json.loads(line)["kind"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
 

@@ -57,6 +57,17 @@ def test_what_is_no_run_is_refused_by_name(tmp_path: Path, capsys: pytest.Captur
     assert "no committed step" in capsys.readouterr().err
 
 
+def test_a_page_does_not_replace_what_a_run_has_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = run(tmp_path / "a", loss=False)
+    metrics = tmp_path / "a" / "metrics.jsonl"
+    before = metrics.read_text()
+    assert report_cli.main([one, "-o", str(metrics)]) == 2
+    assert "is a file of the run" in capsys.readouterr().err
+    assert metrics.read_text() == before
+
+
 def test_a_long_series_keeps_its_spikes() -> None:
     points = [(float(x), 100.0 if x == 7777 else 1.0) for x in range(100000)]
     assert lines([Series("a", points, "s0")], "step").count(",") < 700

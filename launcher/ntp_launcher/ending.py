@@ -17,5 +17,10 @@ def ending(command: str, run: Callable[[], int]) -> int:
     except NtpError as error:
         complain(command, str(error))
         return error.exit_code
+    except OSError as error:
+        if error.filename is None:
+            raise
+        complain(command, f"cannot use {str(error.filename)!r}: {error.strerror}")
+        return NtpError.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

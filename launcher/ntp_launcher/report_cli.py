@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(args: argparse.Namespace) -> int:
     text = page([read_run(path) for path in args.runs])
     target = Path(args.output or Path(args.runs[0]) / "report.html")
+    _refuse_own_files(target, args.runs)
     _write(target, text)
     sys.stdout.write(f"wrote {target}\n")
     return 0
@@ -39,6 +40,13 @@ def build_parser() -> OneLineParser:
         "-o", "--output", metavar="FILE", help="where the page goes (default: report.html in the first run)"
     )
     return parser
+
+
+def _refuse_own_files(target: Path, runs: Sequence[str]) -> None:
+    """Raises LaunchError where the page would replace what a run has written."""
+    folders = [Path(run).resolve() for run in runs]
+    if target.exists() and target.suffix != ".html" and target.resolve().parent in folders:
+        raise LaunchError(f"{str(target)!r} is a file of the run: give another name")
 
 
 def _write(target: Path, text: str) -> None:

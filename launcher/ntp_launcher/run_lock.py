@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ntp_launcher.flags import LaunchError
@@ -21,7 +21,11 @@ def locked(run_dir: Path) -> Iterator[None]:
 
     A file system without locks is used without one.
     """
-    with (run_dir / LOCK).open("a+", encoding="utf-8") as file:
+    try:
+        file = (run_dir / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"cannot write the run directory {str(run_dir)!r}: {error.strerror}") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -34,7 +38,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         except OSError:
             pass
         else:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+            with suppress(OSError):  # a full disk: only who holds the lock stays unknown
+                os.ftruncate(file.fileno(), 0)
+                os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
