@@ -81,7 +81,7 @@ def previous_run(config: Config, runs: Path) -> Path | None:
 def make_run_dir(path: str) -> Path:
     """Makes the run directory, which agents may share; raises LaunchError if it cannot."""
     run_dir = Path(path).absolute()
-    with _writing(path):
+    with writing(path):
         run_dir.mkdir(parents=True, exist_ok=True)
     return run_dir
 
@@ -92,7 +92,7 @@ def clear_run_dir(run_dir: Path) -> bool:
     Its checkpoints stay, and so do its logs until a rank writes its own.
     """
     told = [path for pattern in _TOLD for path in run_dir.glob(pattern)]
-    with _writing(str(run_dir)):
+    with writing(str(run_dir)):
         for path in told:
             path.unlink(missing_ok=True)
     return bool(told)
@@ -103,14 +103,15 @@ def describe_job(job: Job, run_dir: Path) -> None:
 
     The summary of a run that this one goes on from is removed: it must not pass for this one's.
     """
-    with _writing(str(run_dir)):
+    with writing(str(run_dir)):
         (run_dir / "summary.json").unlink(missing_ok=True)
         (run_dir / "resolved.yaml").write_text(dump_yaml(job.config), encoding="utf-8")
         (run_dir / "plan.json").write_text(json.dumps(job.plan.to_json(), indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def _writing(path: str) -> Iterator[None]:
+def writing(path: str) -> Iterator[None]:
+    """In this context an error of the file system is a LaunchError that names the run directory."""
     try:
         yield
     except OSError as error:

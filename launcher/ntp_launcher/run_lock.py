@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ntp_launcher.flags import LaunchError
+from ntp_launcher.job import writing
 
 LOCK = ".lock"
 
@@ -21,10 +22,8 @@ def locked(run_dir: Path) -> Iterator[None]:
 
     A file system without locks is used without one.
     """
-    try:
+    with writing(str(run_dir)):
         file = (run_dir / LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"cannot write the run directory {str(run_dir)!r}: {error.strerror}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
