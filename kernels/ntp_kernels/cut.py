@@ -12,9 +12,10 @@ undocumented behaviour (`integer_model.py`), which `selftest.py` proves at start
 
 Segments bound the error, not the chain. A short segment gives a fine grid; a chain that has run through
 several segments still holds the exact integer as long as it has not strayed too far, so it is only looked at
-where a segment ends and in the rare case redone piece by piece. Restarting it at every segment, the obvious
-way, cost 18 % (H100, 8192x4096x14336, 2026-11-28: 605 TFLOP/s with integer adds against 686 with seven looks
-and 733 for cuBLAS fp32-out).
+where a segment ends. Restarting it at every segment, the obvious way, cost 18 % (H100, 8192x4096x14336,
+2026-11-28: 605 TFLOP/s with integer adds against 686 with seven looks and 733 for cuBLAS fp32-out). Where a
+chain has strayed, its integer is banked and it begins anew. Random operands never stray; those of a model in
+training do, because rows and columns come to point the same way.
 
 The floor loses 3/8 of a unit per group on average. A shard adds c(end) - c(begin), c(k) = floor(3 k / 128),
 which telescopes to the same total for every cut.
@@ -98,32 +99,13 @@ def cut_matmul(
         plain = replace(PLAIN, depth=depth)
         gemm_plain.cut(flat_a, flat_w, out, plain, gemm_plain.CHAIN, scales, pieces, origin)
     else:
-        _chain(flat_a, flat_w, out, tile, scales, pieces, origin, row.window)
+        from . import gemm_hopper  # imports Gluon, which only the card it is for needs
+
+        gemm_hopper.multiply(
+            flat_a, flat_w, out, tile, "chain", a_transposed=False, b_transposed=False, scales=scales,
+            pieces=pieces, origin=origin, window=row.window,
+        )  # fmt: skip
     return out
-
-
-def _chain(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor,
-    tile: Tile,
-    scales: tuple[torch.Tensor, torch.Tensor],
-    pieces: Pieces,
-    origin: int,
-    window: torch.Tensor,
-) -> None:
-    """One chain per element over all pieces, then the repair of rows that left their window."""
-    from . import gemm_hopper  # imports Gluon, which only the card it is for needs
-
-    m, n = out.shape
-    several = pieces.number > 1
-    strayed = out.new_empty(-(-n // tile.columns), m, dtype=torch.int8) if several else None
-    gemm_hopper.multiply(
-        a, w, out, tile, "chain", a_transposed=False, b_transposed=False, scales=scales, pieces=pieces,
-        origin=origin, drift=None if strayed is None else (strayed, window),
-    )  # fmt: skip
-    if strayed is not None:
-        gemm_plain.repair(a, w, out, PLAIN, scales, pieces, origin, strayed, tile.columns)
 
 
 def _pieces(units: int, rows: int, first_unit: int, per_segment: int, period: int) -> Pieces:

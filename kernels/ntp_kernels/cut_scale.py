@@ -31,13 +31,13 @@ SEGMENT = 2048
 LONG_CONTRACTION = 65536
 """Beyond it segments are half as long: they must leave more room for drift. Part of the numerics."""
 DRIFT = 4.0
-"""How far a chain may drift before it is redone, over the bound of a random walk; in practice 5 standard
-deviations, since the bound takes the largest block of a column for all. Part of the numerics."""
+"""How far a chain may drift before its integer is banked, over the bound of a random walk; in practice 5
+standard deviations, since the bound takes the largest block of a column for all. Part of the numerics."""
 LEAST_ALLOWANCE = 0.25
 """Of several segments: room for outliers, which drift further than a random walk. Part of the numerics."""
 LONG_LEAST_ALLOWANCE = 1.0
 """The same of a long contraction, whose rows may be one large element and a tail, as gradients of logits are:
-that element alone then takes the chain as far as the segment's bound, and nothing has to be redone."""
+that element alone then takes the chain as far as the segment's bound, and nothing strays."""
 CROSSING = 4
 """Segments of a long contraction between changes of a chain's sign. Part of the numerics."""
 SLACK = 1.0006

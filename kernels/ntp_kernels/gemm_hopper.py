@@ -73,13 +73,11 @@ def _compiled(
         _descriptor(torch.empty(block, dtype=kind, device=device), block)
         for block, kind in zip(blocks, types, strict=True)
     ]
-    flags, integers, floats = (
-        torch.empty(16, dtype=kind, device=device) for kind in (torch.int8, torch.int32, torch.float32)
-    )
+    integers, floats = (torch.empty(16, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
     output = torch.empty(16, dtype=dtype, device=device)
     constants = _constants(tile, a_t, b_t, epilogue, pieces)
     return gemm_kernel.warmup(
-        *descriptors, output, flags, integers, floats, floats, *(16,) * 9, *constants,
+        *descriptors, output, integers, integers, floats, floats, *(16,) * 9, *constants,
         grid=(1,), num_warps=4, maxnreg=_REGISTERS[_sharers(tile)],
     )  # fmt: skip
 
@@ -96,12 +94,12 @@ def multiply(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     pieces: Pieces = WHOLE,
     origin: int = 0,
-    drift: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: torch.Tensor | None = None,
 ) -> None:
     """out [M, N] = or += a b, with a [M, K], or [K, M] if transposed, and b [K, N], or [N, K] if transposed.
 
-    bf16 operands, contiguous, N a multiple of 16. scales: f32 [M] and [N] of a chain. Several pieces need
-    `drift`: i8 [tile columns, M] to fill with rows that left their window i32 [M] at a piece's end.
+    bf16 operands, contiguous, N a multiple of 16. scales: f32 [M] and [N] of a chain. Several pieces need the
+    `window` i32 [M] that a row's integers may fill where a piece ends.
     """
     m, n = out.shape
     k = a.shape[0] if a_transposed else a.shape[1]
@@ -109,14 +107,26 @@ def multiply(
     blocks = _blocks(tile, a_transposed, b_transposed)
     row, column = (_aligned(scale) for scale in scales or (out, out))
     several = pieces.number > 1
-    assert not several or (drift is not None and tile.tail == 1), "the parts of a tile have one flag a row"
+    assert not several or window is not None
     kernel = _compiled(tile, a_transposed, b_transposed, epilogue, several, out.dtype, out.device)
     programs = min(-(-m // tile.rows) * -(-n // tile.columns), multiprocessors(out.device))
+    bank = _bank(programs, tile, out.device) if several else out
     kernel[(programs, 1, 1)](
         _descriptor(a, blocks[0]), _descriptor(b, blocks[1]), _descriptor(out, blocks[2]),
-        out, *(drift or (out, out)), row, column, m, n, k, *pieces, origin,
+        out, bank, out if window is None else window, row, column, m, n, k, *pieces, origin,
         *_constants(tile, a_transposed, b_transposed, epilogue, several),
     )  # fmt: skip
+
+
+def _bank(programs: int, tile: Tile, device: torch.device) -> torch.Tensor:
+    """Memory for the integers of chains that have strayed, a part of a tile for every consumer.
+
+    17 MB for tiles of 128 x 256 on 132 multiprocessors; hardly any of it is ever touched.
+    """
+    parts = max(_sharers(tile), 2)
+    return torch.empty(
+        programs * parts * (tile.rows // _sharers(tile)) * tile.columns, dtype=torch.int32, device=device
+    )
 
 
 def _aligned(vector: torch.Tensor) -> torch.Tensor:

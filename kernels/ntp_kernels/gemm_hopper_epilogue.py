@@ -67,6 +67,53 @@ def crossed(accumulator):
 
 
 @gluon.jit
+def fresh(accumulator):
+    """Chains as they began on their side of zero: their integers are zero."""
+    start = (accumulator.to(gl.int32, bitcast=True) & -8388608) | 0x400000
+    return start.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def strays(accumulator, window):
+    """Whether the integer of any chain lies outside of its row's window i32 [rows].
+
+    (integer + window) * 2^9, unsigned: two instructions per element keep the look cheap.
+    """
+    shift = gl.expand_dims((window << 9) + -2147483648, 1)
+    drift = (accumulator.to(gl.int32, bitcast=True) << 9) + shift
+    worst = gl.max(drift.to(gl.uint32, bitcast=True), 1)
+    return gl.max(((worst >> 10).to(gl.int32) > window).to(gl.int32), 0) > 0
+
+
+@gluon.jit
+def _places(bank_ptr, like, column, width):
+    """Where the bank has the elements of `like`, which begins at `column` of a part `width` columns wide."""
+    layout: gl.constexpr = like.type.layout
+    rows = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, layout))
+    return bank_ptr + gl.expand_dims(rows, 1) * width + gl.expand_dims(columns, 0)
+
+
+@gluon.jit
+def _with_bank(integers, bank_ptr, banked, column, width):
+    """The integers and what is banked of them."""
+    if banked > 0:
+        integers += gl.load(_places(bank_ptr, integers, column, width))
+    return integers
+
+
+@gluon.jit
+def bank(bank_ptr, banked, accumulator, minus, SPLIT: gl.constexpr):
+    """Add the integers of chains to what is banked; where nothing is, they are put there."""
+    chunks = _chunks(_chain_integer(accumulator, minus, 0), SPLIT)
+    columns: gl.constexpr = accumulator.shape[1]
+    width: gl.constexpr = columns // SPLIT
+    for i in gl.static_range(SPLIT):
+        total = _with_bank(chunks[i], bank_ptr, banked, i * width, columns)
+        gl.store(_places(bank_ptr, total, i * width, columns), total)
+
+
+@gluon.jit
 def _send(c_desc, buffers, chunk, m, n, SLOT: gl.constexpr, BUFFERS: gl.constexpr):
     """Store one chunk by TMA through its buffer, once the store that used it before has read it."""
     tma.store_wait(pendings=BUFFERS - 1)
@@ -77,17 +124,22 @@ def _send(c_desc, buffers, chunk, m, n, SLOT: gl.constexpr, BUFFERS: gl.constexp
 
 @gluon.jit
 def write(
-    c_desc, buffers, accumulator, minus, origin, m, n,
-    HALF: gl.constexpr, EPILOGUE: gl.constexpr, SPLIT: gl.constexpr, BUFFERS: gl.constexpr,
+    c_desc, buffers, accumulator, minus, origin, bank_ptr, banked, m, n,
+    HALF: gl.constexpr, EPILOGUE: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """Store a tile's part as it is, rounded to the output's dtype, or as the integers of its chains."""
+    """Store a tile's part rounded to the output's dtype, or as the integers of its chains with the banked."""
     if EPILOGUE == "chain":
         chunks = _chunks(_chain_integer(accumulator, minus, origin), SPLIT)
     else:
         chunks = _chunks(accumulator.to(c_desc.dtype), SPLIT)
-    width: gl.constexpr = accumulator.shape[1] // SPLIT
+    columns: gl.constexpr = accumulator.shape[1]
+    width: gl.constexpr = columns // SPLIT
     for i in gl.static_range(SPLIT):
-        _send(c_desc, buffers, chunks[i], m, n + i * width, HALF * BUFFERS + i % BUFFERS, BUFFERS)
+        values = chunks[i]
+        if PIECES:
+            values = _with_bank(values, bank_ptr, banked, i * width, columns)
+        _send(c_desc, buffers, values, m, n + i * width, HALF * BUFFERS + i % BUFFERS, BUFFERS)
 
 
 @gluon.jit

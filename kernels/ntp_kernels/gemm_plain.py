@@ -174,36 +174,6 @@ def _cut_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "N", "K", "first", "length", "pieces", "phase", "period", "origin"])
-def _repair_kernel(
-    a_desc, b_desc, c_desc, row_ptr, column_ptr, strayed_ptr,
-    M, N, K, first, length, pieces, phase, period, origin,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    STRAYED_COLUMNS: tl.constexpr, STRAYED_TILES: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Redo with fresh chains the blocks where a row has strayed. Nearly always one look finds none.
-
-    STRAYED_TILES: a power of two that holds the tiles of `strayed`.
-    """
-    m = tl.program_id(0) * ROWS
-    rows = m + tl.arange(0, ROWS)
-    count = tl.cdiv(N, STRAYED_COLUMNS)
-    tiles = tl.arange(0, STRAYED_TILES)[:, None]
-    inside = (tiles < count) & (rows < M)[None, :]
-    every = tl.load(strayed_ptr + tiles * M + rows[None, :], mask=inside, other=0).to(tl.int32)
-    if tl.max(tl.max(every, 1), 0) > 0:
-        for tile in range(tl.program_id(1), count, tl.num_programs(1)):
-            strayed = tl.load(strayed_ptr + tile * M + rows, mask=rows < M, other=0)
-            if tl.max(strayed.to(tl.int32), 0) > 0:
-                for part in range(STRAYED_COLUMNS // COLUMNS):
-                    n = tile * STRAYED_COLUMNS + part * COLUMNS
-                    if n < N:
-                        _cut_block(
-                            a_desc, b_desc, c_desc, row_ptr, column_ptr, m, n, M, N, K, first, length,
-                            pieces, phase, period, origin, ROWS, COLUMNS, DEPTH, SPLIT, 0, INTERPRETED,
-                        )  # fmt: skip
-
-
 @triton.jit
 def _nearest(x):
     """Nearest integer, ties to even, of |x| <= 2^22: the addition rounds, the mantissa is read."""
@@ -255,42 +225,11 @@ def cut(
     """
     (m, n), k = out.shape, a.shape[1]
     _cut_kernel[_grid(out, tile)](
-        *_cut_descriptors(a, b, out, tile), *scales, m, n, k, *pieces, origin,
+        _descriptor(a, tile.rows, tile.depth), _descriptor(b, tile.depth, tile.columns),
+        _descriptor(out, tile.rows, tile.columns // tile.split), *scales, m, n, k, *pieces, origin,
         tile.rows, tile.columns, tile.depth, tile.group, tile.split, form, interpreted(),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-def repair(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    tile: Tile,
-    scales: tuple[torch.Tensor, torch.Tensor],
-    pieces: Pieces,
-    origin: int,
-    strayed: torch.Tensor,
-    strayed_columns: int,
-) -> None:
-    """As `cut` with chains, for the blocks that need it: strayed i8 [N / strayed_columns, M], see
-    `gemm_hopper`."""
-    (m, n), k = out.shape, a.shape[1]
-    _repair_kernel[(triton.cdiv(m, tile.rows), 4)](
-        *_cut_descriptors(a, b, out, tile), *scales, strayed, m, n, k, *pieces, origin,
-        tile.rows, tile.columns, tile.depth, tile.split, strayed_columns,
-        triton.next_power_of_2(triton.cdiv(n, strayed_columns)), interpreted(),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-
-
-def _cut_descriptors(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tile: Tile
-) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
-    return (
-        _descriptor(a, tile.rows, tile.depth),
-        _descriptor(b, tile.depth, tile.columns),
-        _descriptor(out, tile.rows, tile.columns // tile.split),
-    )
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int32: tl.int32}

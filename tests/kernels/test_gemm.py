@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from ntp_kernels import cut_scale, gemm, gemm_plain, tuning
+from ntp_kernels import cut_scale, gemm, tuning
 
 SMALL = tuning.Tile("plain", 32, 32, 16, stages=2, split=2, warps=4)
 
@@ -176,20 +176,6 @@ def test_zero_rows_and_columns_give_exact_zeros(integers) -> None:
     result = gemm.finish(gemm.cut_matmul(a, w, row, column, 4), row, column, 4, torch.bfloat16)
     assert (result[1].view(torch.int16) == 0).all()
     assert (result[:, 9].reshape(-1) == 0).all()
-
-
-def test_the_repair_touches_only_rows_that_strayed(integers, device: torch.device) -> None:
-    a, w = integers(64, 64), integers(64, 48)
-    row_scale, column_scale = scales(a.view(64, 4, 16), w.view(4, 16, 48))
-    out = torch.full((64, 48), 77, dtype=torch.int32, device=device)
-    strayed = torch.zeros(2, 64, dtype=torch.int8, device=device)
-    strayed[1, 40] = 1
-    pair = (row_scale.bound, column_scale)
-    gemm_plain.repair(a, w, out, SMALL, pair, gemm_plain.Pieces(32, 32, 2), 0, strayed, 32)
-    assert (out[:32] == 77).all()
-    assert (out[32:, :32] == 77).all()
-    expected = torch.ldexp(a.double() @ w.double(), 23 - grid_exponent(row_scale, column_scale))
-    assert torch.equal(out[32:, 32:].double(), expected[32:, 32:])
 
 
 def test_a_segment_is_whole_units() -> None:
