@@ -26,10 +26,12 @@ from ntp.config import Config
 from ntp.control import Control
 from ntp.data import Datasets
 from ntp.device_proof import DeviceProof, compare
+from ntp.errors import NtpError
 from ntp.meter import Meter
 from ntp.plan import Plan, make_plan
 from ntp.protocol import (
     FINISHED,
+    REFUSED,
     STARTED,
     Generation,
     Phase,
@@ -254,7 +256,12 @@ class _Era:
         trainer = self._make(initialise=True)
         if trainer is not None:
             assert self._checkpoints is not None
-            trainer.committed = self._checkpoints.start(trainer, resume, strict)
+            try:
+                trainer.committed = self._checkpoints.start(trainer, resume, strict)
+            except NtpError as error:
+                if not self._control.has(STARTED):
+                    self._control.put(REFUSED, str(error))
+                raise
             if self._reports:
                 self._control.put(STARTED, str(trainer.committed))
         kept[:] = [] if trainer is None else [trainer]

@@ -1,7 +1,8 @@
 """What launcher and workers tell each other, through a store that outlives every worker.
 
 Pure: names of keys and the values under them. Keys are relative to the job's prefix. Writers never overwrite
-each other: `GENERATION` belongs to the coordinator, a key that ends in a rank to that rank's process.
+each other: `GENERATION` belongs to the coordinator, a key that ends in a rank to that rank's process. Only
+`REFUSED` is everybody's, since nobody knows who ends first.
 
 | key                    | writer      | value                                                              |
 |------------------------|-------------|--------------------------------------------------------------------|
@@ -9,6 +10,7 @@ each other: `GENERATION` belongs to the coordinator, a key that ends in a rank t
 | `beat/<rank>`          | worker      | `Beat`: what it is doing; a beat that stays the same is a hang     |
 | `arrived/<generation>` | workers     | a counter: processes that have come to the start of the generation |
 | `started`              | reporter    | the last step before this run: 0, or that of the checkpoint        |
+| `refused`              | workers     | why the run cannot begin with the state that was asked for         |
 | `metrics/<step>`       | reporter    | a line of `metrics.jsonl`; written again after a loss, read once   |
 | `recovery/<generation>`| reporter    | `RecoveryTimes`                                                    |
 | `finished`             | reporter    | the worker's part of `summary.json`; the job is complete           |
@@ -24,6 +26,7 @@ from typing import Self
 
 GENERATION = "generation"
 STARTED = "started"
+REFUSED = "refused"
 FINISHED = "finished"
 
 

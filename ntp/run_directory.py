@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ntp.config import Config, load_config
 from ntp.errors import NtpError
+from ntp.line_file import LineFile
 from ntp.plan import Plan
 
 if TYPE_CHECKING:  # whoever only reads a run does without torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # whoever only reads a run does without torch
     from ntp.trainer import StepResult, Usage
 
 
+METRICS = "metrics.jsonl"
 _STEP_KEYS = ("step", "loss", "loss_bits", "tokens_per_s", "generation")
 _MOST_RUNS = 5  # named where a folder of runs was given
 
@@ -68,25 +70,21 @@ def summary(
     }
 
 
-class Metrics:
-    """Appends lines to `metrics.jsonl`, after those that an earlier run there wrote up to `step`."""
+class Metrics(LineFile):
+    """Appends lines to `metrics.jsonl`, after those that an earlier run there wrote up to `step`.
+
+    Attributes:
+        before: the last of those, None where there are none.
+    """
 
     def __init__(self, run_dir: Path, step: int = 0):
-        path = run_dir / "metrics.jsonl"
+        path = run_dir / METRICS
         kept = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(path)
-        self._file = path.open("a", encoding="utf-8")
-
-    def append(self, line: str) -> None:
-        """Write one line of JSON, complete on disk before the next step."""
-        self._file.write(f"{line}\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Give the file up."""
-        self._file.close()
+        self.before: dict[str, Any] | None = json.loads(kept[-1]) if kept else None
+        super().__init__(path)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -96,9 +94,14 @@ def read_lines(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
 
 
+def is_run(run_dir: Path) -> bool:
+    """Whether a run has been described there."""
+    return (run_dir / "resolved.yaml").is_file()
+
+
 def check_run(run_dir: Path) -> None:
     """Raises RunError for a folder that is not a run's."""
-    if not (run_dir / "resolved.yaml").is_file():
+    if not is_run(run_dir):
         runs = sorted(found.parent.name for found in run_dir.glob("*/resolved.yaml"))[-_MOST_RUNS:]
         advice = f"; name one of the runs in it, such as {', '.join(runs)}" if runs else ""
         raise RunError(f"{str(run_dir)!r} is not a run directory: it has no resolved.yaml{advice}")
@@ -112,7 +115,7 @@ def read_config(run_dir: Path) -> Config:
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of `metrics.jsonl`; none where the file is missing. Raises RunError for a damaged one."""
-    return read_objects(run_dir / "metrics.jsonl", _STEP_KEYS)
+    return read_objects(run_dir / METRICS, _STEP_KEYS)
 
 
 def read_objects(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -152,5 +155,9 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 def write_json(path: Path, values: dict[str, object]) -> None:
     """Replace `path` in one step, so that no reader sees half a file."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)  # noqa: PTH105 - the atomic form
+    try:
+        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)  # noqa: PTH105 - the atomic form
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from ntp.control import Control
 from ntp.data import datasets_of
 from ntp.device import choose_device
 from ntp.device_proof import prove
+from ntp.errors import NtpError
 from ntp.injector import FaultyWatch
 from ntp.life import Job, Life
 from ntp.plan import Plan
@@ -73,9 +74,22 @@ _CONNECTIONS = "32"
 """Queues of a GPU. Streams that share one wait for each other, and some of ours wait for peers."""
 
 
-def main() -> None:
-    """Run this worker to the end of training. SIGINT ends it as SIGTERM does, without a traceback."""
+def main() -> int:
+    """Run this worker to the end of training. SIGINT ends it as SIGTERM does, without a traceback.
+
+    Returns:
+        The exit code. What a user can cause is said in one line.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        _work()
+    except NtpError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+def _work() -> None:
     here = Surroundings.from_environment()
     torch.set_num_threads(1)  # a second thread would cut reductions elsewhere
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CONNECTIONS)
@@ -129,9 +143,11 @@ def _rehearse(here: Surroundings, failed: set[int], job: Job) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """A line for the log; a full disk is not worth a worker, and the launcher is told the line too."""
+    with suppress(OSError):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

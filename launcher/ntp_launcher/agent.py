@@ -36,13 +36,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
+from ntp.errors import NtpError
+from ntp.run_directory import is_run
 from ntp_launcher import control_store
 from ntp_launcher.board import Board
 from ntp_launcher.control_store import Address
 from ntp_launcher.environment import Rendezvous
 from ntp_launcher.events import End
 from ntp_launcher.failure import failure_report
-from ntp_launcher.flags import LaunchError, Nodes
+from ntp_launcher.flags import LaunchError, Nodes, NothingToDoError
 from ntp_launcher.job import Job, clear_run_dir, describe_job, make_run_dir, proposed_run_dir
 from ntp_launcher.late import EndedError, LateRendezvous, running_job
 from ntp_launcher.mail import Post
@@ -50,6 +52,7 @@ from ntp_launcher.node import LeaderLostError, Node
 from ntp_launcher.outcome import ExitCode
 from ntp_launcher.output import complain
 from ntp_launcher.placement import block_size, local_ranks, node_ranks
+from ntp_launcher.resumption import check_resumption
 from ntp_launcher.run_lock import locked
 from ntp_launcher.signals import ending_signals, held
 
@@ -112,8 +115,9 @@ class MeshAgent(SimpleElasticAgent):
         claims = self._board.exchange("claim", claim)
         try:
             places = self._take_block(claims, group_rank)
-        except LaunchError as error:
-            self._board.post("control", {"refused": f"node {self._post.node} refused the job: {error}"})
+        except NtpError as error:
+            said = f"node {self._post.node} refused the job: {error}" if error.exit_code else str(error)
+            self._board.post("control", {"refused": said, "code": error.exit_code})
             self._leave(self._board)
             raise
         world = job.config.parallel.world_size
@@ -139,12 +143,18 @@ class MeshAgent(SimpleElasticAgent):
         return local_ranks(self._post.node, size, job.plan.world)
 
     def _take_run_dir(self) -> None:
-        """Makes the run directory this job's alone. Raises LaunchError where another job runs in it."""
+        """Makes the run directory this job's alone. Raises NtpError where the job cannot have it, or go on.
+
+        What describes a run that is gone on with stays until its state has been loaded.
+        """
         self._locked.enter_context(locked(self.run_dir))
+        if self._attempt == 0:
+            check_resumption(self._job, self.run_dir)
         is_new = self._job.resume is None and self._attempt == 0
         if is_new and clear_run_dir(self.run_dir):
             complain("ntp-launch", f"the results of an earlier run in {str(self.run_dir)!r} are replaced")
-        describe_job(self._job, self.run_dir)
+        if self._job.resume is None or not is_run(self.run_dir):
+            describe_job(self._job, self.run_dir)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         handler = worker_group.spec.rdzv_handler
@@ -176,7 +186,7 @@ class MeshAgent(SimpleElasticAgent):
         for other in messages:
             if "refused" in other:
                 self._leave(self._board)
-                raise LaunchError(other["refused"])
+                raise LaunchError(other["refused"]) if other["code"] else NothingToDoError(other["refused"])
         return Address.from_json(messages[self._leader_rank]["address"])
 
     def _publish(self, address: Address) -> None:

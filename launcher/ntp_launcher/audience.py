@@ -9,9 +9,10 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ntp.config import Config
+from ntp.line_file import LineFile
 from ntp.protocol import Generation
 from ntp_launcher.progress import RECOVERY_PARTS, Happening, Progress, Snapshot
 
@@ -50,7 +51,8 @@ class Audience:
     ) -> None:
         self._listeners = listeners
         self._progress = Progress(config, time.time(), peak_flops)
-        self._events: TextIO = (run_dir / EVENTS).open("a", encoding="utf-8")
+        self._events = LineFile(run_dir / EVENTS)
+        self._troubles: dict[str, str] = {}
         self._looked_at = 0.0
 
     def begin(self, generation: Generation) -> None:
@@ -95,6 +97,14 @@ class Audience:
         """Something that a user should look at."""
         self._happen("warning", text)
 
+    def troubled(self, name: str, trouble: str) -> None:
+        """Lines of a file cannot be written, or can be again (""); told where that is new."""
+        before, self._troubles[name] = self._troubles.get(name, ""), trouble
+        if trouble and not before:
+            self.warn(f"{name} cannot be written ({trouble}); its lines are kept until it can")
+        elif before and not trouble:
+            self.noted([f"{name} is written again"])
+
     def ended(self, code: int, reason: str) -> None:
         """The job is over."""
         self._happen("end", reason or "complete", {"code": code})
@@ -128,7 +138,7 @@ class Audience:
         self._progress.happened(happening)
         told = {"time": round(happening.time, 3), "kind": kind, "text": text}
         line = {**told, **happening.values, **told}  # a recovery has a kind of its own
-        self._events.write(json.dumps(line) + "\n")
-        self._events.flush()
+        self._events.append(json.dumps(line))
         for listener in self._listeners:
             listener.happening(happening)
+        self.troubled(EVENTS, self._events.trouble)

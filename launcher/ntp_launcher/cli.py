@@ -1,7 +1,7 @@
 """`ntp-launch CONFIG.yaml`: plan a job on the GPUs that are there, and run it.
 
 Exit codes: 0 the run is complete; 1 a worker failed by its own error (or at all, where losses are not
-survived); 2 bad input, nothing was started; 3 what is left after a loss cannot go on; 4 one loss after
+survived); 2 bad input, nothing was trained; 3 what is left after a loss cannot go on; 4 one loss after
 another without a committed step; 5 the control store is lost; 128 + n stopped by signal n. What goes wrong is
 said on stderr, the reason of the end in its last line.
 """
@@ -20,7 +20,14 @@ from ntp.plan import make_plan
 from ntp.tokenizer import check_vocabulary, open_tokenizer
 from ntp.topology import parse_failed, read_rank_map
 from ntp_launcher.ending import ending
-from ntp_launcher.flags import LaunchError, Nodes, OneLineParser, add_torchrun_flags, nodes_from
+from ntp_launcher.flags import (
+    LaunchError,
+    Nodes,
+    NothingToDoError,
+    OneLineParser,
+    add_torchrun_flags,
+    nodes_from,
+)
 from ntp_launcher.job import Display, Job
 from ntp_launcher.memory_view import parse_memory
 from ntp_launcher.output import complain, output_is_dispensable, table_console
@@ -162,9 +169,12 @@ def _launch(job: Job, nodes: Nodes) -> int:
         from ntp_launcher import agent
         from ntp_launcher.preflight import check_node
 
-    check_node(job, nodes)
     with output_is_dispensable(_COMMAND):
-        code, message = agent.launch(job, nodes)
+        try:
+            check_node(job, nodes)
+            code, message = agent.launch(job, nodes)
+        except NothingToDoError as done:
+            code, message = done.exit_code, str(done)
         if code:
             complain(_COMMAND, message)
         else:

@@ -20,6 +20,12 @@ class LaunchError(NtpError):
     """The nodes, processes or rendezvous that were asked for cannot run the job."""
 
 
+class NothingToDoError(LaunchError):
+    """What was asked for has been done before."""
+
+    exit_code = 0
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose complaint is one line on stderr, like every other bad input's."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from ntp.protocol import FINISHED, GENERATION, Generation
+from ntp.protocol import FINISHED, GENERATION, REFUSED, Generation
 from ntp_launcher.audience import Audience
 from ntp_launcher.coordinator import Rules, State, Status, begin, react
 from ntp_launcher.events import (
@@ -37,7 +37,7 @@ from ntp_launcher.heal import take_requests
 from ntp_launcher.job import Job
 from ntp_launcher.ledger import Ledger
 from ntp_launcher.lookout import Lookout
-from ntp_launcher.mail import END, HELLOS, Inbox, Outbox, Post, dropped_key, left_key, read_json, take
+from ntp_launcher.mail import END, HELLOS, Inbox, Outbox, Post, dropped_key, left_key, peek, read_json, take
 from ntp_launcher.outcome import ExitCode, first_cause
 
 _REQUESTS_S = 0.5
@@ -93,7 +93,7 @@ class Leader:
         self._job, self._run_dir, self._store, self._audience = job, run_dir, store, audience
         self._rules = Rules(job.config, homes)
         self._state = begin(self._rules, job.plan.failed)
-        self._ledger = Ledger(job.config, run_dir, store, resumes, audience)
+        self._ledger = Ledger(job, run_dir, store, resumes, audience)
         self._lookout = Lookout(store, job.config.elastic, homes, node)
         self._agents = {other: self._agent(other, 0) for other in sorted(set(homes.values()))}
         self._sessions = dict.fromkeys(self._agents, 0)
@@ -115,6 +115,10 @@ class Leader:
         if self._state.ended:
             return
         events = self._gather()
+        if self._state.settled < 0 and (refusal := peek(self._store, REFUSED)) is not None:
+            self._state = replace(self._state, ended=True)
+            self._act(End(ExitCode.BAD_INPUT, refusal))
+            return
         self._measure(events)
         before = self._state
         self._state, actions = react(self._rules, before, events, time.time())
@@ -221,8 +225,8 @@ class Leader:
                     self._lookout.forget(action.rank)
                 self._agents[self._rules.homes[action.rank]].outbox.send(action)
             case End():
-                if action.code == ExitCode.DONE:
-                    self._ledger.finish()
+                if action.code == ExitCode.DONE and (unwritten := self._ledger.finish()):
+                    action = End(ExitCode.FAILED, f"the run is complete, but {unwritten}")
                 action = self._blame(action)
                 self._audience.ended(action.code, action.reason)
                 self._store.set(END, json.dumps(asdict(action)))

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from ntp.config import Config
 from ntp.protocol import (
     FINISHED,
     STARTED,
@@ -24,9 +23,10 @@ from ntp.protocol import (
     recovery_key,
     snapshot_directory,
 )
-from ntp.run_directory import Metrics, write_json
+from ntp.run_directory import METRICS, Metrics, write_json
 from ntp_launcher.audience import Audience
 from ntp_launcher.events import StepCommitted
+from ntp_launcher.job import Job, describe_job, writing
 from ntp_launcher.mail import peek, read_json, take
 
 _PLACES = 4
@@ -68,10 +68,8 @@ class Ledger:
         resumes: the run goes on from a checkpoint, so that the workers have to say from where.
     """
 
-    def __init__(
-        self, config: Config, run_dir: Path, store: Store, resumes: bool, audience: Audience
-    ) -> None:
-        self._config, self._run_dir, self._store, self._audience = config, run_dir, store, audience
+    def __init__(self, job: Job, run_dir: Path, store: Store, resumes: bool, audience: Audience) -> None:
+        self._job, self._run_dir, self._store, self._audience = job, run_dir, store, audience
         self._resumes = resumes
         self._metrics: Metrics | None = None
         self._step = 0
@@ -102,13 +100,19 @@ class Ledger:
             done.append(StepCommitted(self._step, line["generation"]))
         if done:
             self._take_times()
+        if self._metrics is not None:
+            self._audience.troubled(METRICS, self._metrics.trouble)
         return done
 
-    def finish(self) -> None:
-        """Writes `summary.json`, once the run is complete."""
+    def finish(self) -> str:
+        """Writes `summary.json`, once the run is complete.
+
+        Returns:
+            What could not be written, and why; "" where everything is.
+        """
         self.committed()
         self._take_times()
-        told = read_json(self._store, FINISHED) or {}
+        told = self._with_loss(read_json(self._store, FINISHED) or {})
         self._audience.noted(told.pop("notes", ()))
         wall_s = time.monotonic() - self._begun
         summary = {
@@ -118,9 +122,9 @@ class Ledger:
             "recoveries": [change.to_json() for change in self._changes],
             "goodput": round(self._productive_s / wall_s, _PLACES),
         }
-        write_json(self._run_dir / "summary.json", summary)
         if "weights_sha256" in summary:
             self._audience.say(f"weights_sha256 {summary['weights_sha256']}")
+        return self._write(summary)
 
     def close(self) -> None:
         """Gives the file and the snapshots up."""
@@ -128,16 +132,40 @@ class Ledger:
             self._metrics.close()
         self._clear_snapshots()
 
+    def _with_loss(self, told: dict[str, Any]) -> dict[str, Any]:
+        """A run that had no step left to compute has the loss that an earlier one wrote down."""
+        before = self._metrics and self._metrics.before
+        if told.get("loss") is None and before and before["step"] == told.get("steps"):
+            return {**told, "loss": before["loss"], "loss_bits": before["loss_bits"]}
+        return told
+
+    def _write(self, summary: dict[str, Any]) -> str:
+        try:
+            write_json(self._run_dir / "summary.json", summary)
+        except OSError as error:
+            return f"summary.json cannot be written: {error.strerror}"
+        if self._metrics is not None:
+            self._metrics.flush()
+            if self._metrics.trouble:
+                return f"{METRICS} cannot be written: {self._metrics.trouble}"
+        return ""
+
     def _clear_snapshots(self) -> None:
         shutil.rmtree(snapshot_directory(self._run_dir), ignore_errors=True)
 
     def _begin(self) -> None:
-        """Opens the file, as soon as it is known which of its lines are of earlier runs."""
+        """Opens the file, as soon as it is known which of its lines are of earlier runs.
+
+        From then on the run directory tells of this run.
+        """
         started = peek(self._store, STARTED)
         if started is None and self._resumes:
             return
+        if self._resumes:
+            describe_job(self._job, self._run_dir)
         self._step = int(started or 0)
-        self._metrics = Metrics(self._run_dir, self._step)
+        with writing(str(self._run_dir)):
+            self._metrics = Metrics(self._run_dir, self._step)
 
     def _take_times(self) -> None:
         for change in self._changes:

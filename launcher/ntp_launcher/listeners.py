@@ -7,7 +7,7 @@ from pathlib import Path
 from ntp.config import Config
 from ntp_launcher.audience import Audience, Listener
 from ntp_launcher.exporters import TensorBoard, WeightsAndBiases
-from ntp_launcher.job import Job
+from ntp_launcher.job import Job, writing
 from ntp_launcher.prometheus import Prometheus
 from ntp_launcher.terminals import terminal
 
@@ -23,7 +23,8 @@ def audience_of(job: Job, run_dir: Path) -> Audience:
         if isinstance(exporter, Prometheus):
             screen.say(f"metrics at {exporter.url}")
     listeners = [*exporters, screen]
-    return Audience(job.config, run_dir, listeners, _peak_flops(job.config))
+    with writing(str(run_dir)):
+        return Audience(job.config, run_dir, listeners, _peak_flops(job.config))
 
 
 def _exporters(config: Config, run_dir: Path) -> Iterator[Listener]:

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import torch
 
-from ntp.checkpoint.load import resume_candidates
-from ntp.checkpoint.store import checkpoint_directory
 from ntp.data import datasets_of
 from ntp.device import wants_gpu
 from ntp.gpu_limits import check_gpu_computes
@@ -14,19 +12,23 @@ from ntp_launcher.exporters import check_exporters
 from ntp_launcher.flags import LaunchError, Nodes
 from ntp_launcher.job import Job, proposed_run_dir
 from ntp_launcher.placement import block_size, local_ranks
+from ntp_launcher.resumption import check_resumption
 
 
 def check_node(job: Job, nodes: Nodes) -> None:
     """Raises NtpError for a device, a folder, weights, a checkpoint or data that this node does not have.
 
-    Exporters and what to resume are looked at where the node may come to lead.
+    Exporters are looked at where the node may come to lead, what to resume where it is the only one: of
+    several the leader looks when they have met, so that all hear of it. Raises NothingToDoError where the run
+    is complete.
     """
     _check_devices(job, nodes)
     _check_folder("--log-dir", nodes.log_dir)
     _check_folder("checkpoint.dir", job.config.checkpoint.dir if job.config.checkpoint.every else None)
     if nodes.node_rank in (0, None):
         check_exporters(job.config.log)
-        _check_resume(job)
+    if nodes.nnodes == 1:
+        check_resumption(job, Path(job.run_dir or proposed_run_dir(job)))
     if job.config.model.init_from is not None and job.resume is None:
         with Weights.open(Path(job.config.model.init_from)):
             pass
@@ -62,9 +64,3 @@ def _check_folder(setting: str, folder: str | None) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(f"{setting} {folder!r} cannot be made: {error.strerror}") from None
-
-
-def _check_resume(job: Job) -> None:
-    if job.resume is not None:
-        run_dir = Path(job.run_dir or proposed_run_dir(job))
-        resume_candidates(job.resume, checkpoint_directory(job.config, run_dir))

@@ -60,6 +60,32 @@ def resume_candidates(resume: str, directory: Path) -> tuple[list[Path], list[st
     raise CheckpointError(f"--resume {resume!r} is neither auto, a step, a checkpoint nor a run that has one")
 
 
+def check_resume(resume: str, directory: Path, config: Config, strict: bool = False) -> int:
+    """What can be told of `load` without a model and without reading values.
+
+    Returns:
+        The step after which the run would go on, if no value turns out to be damaged; 0 where nothing was
+        ever saved.
+
+    Raises:
+        CheckpointError: `load` would refuse. The arguments are those of `load`.
+    """
+    candidates, _ = resume_candidates(resume, directory)
+    damages: list[str] = []
+    for path in candidates:
+        try:
+            manifest = read_manifest(path)
+            _check_fit(path, manifest, config)
+            check_files(path, manifest)
+        except DamagedError as error:
+            damages.append(_damage(path, str(error), strict))
+        else:
+            return manifest.step
+    if candidates:
+        raise _none_is_sound(damages)
+    return 0
+
+
 def load(
     resume: str,
     directory: Path,
@@ -101,14 +127,24 @@ def load(
                 f"{seconds:.2f} s ({gbytes_s(read, seconds):.3f} GB/s)"
             )
             return Loaded(Path(path), outcomes[0]["step"], tuple(notes), read, seconds)
-        said = f"checkpoint {path!r} is damaged ({damages[0]})"
-        if strict:
-            raise CheckpointError(f"{said}; --strict takes no older one")
+        said = _damage(path, damages[0], strict)
         rest = candidates[place + 1 :]
         notes.append(f"{said}; taking {Path(rest[0]).name}" if rest else said)
     if candidates:
-        raise CheckpointError(f"no sound checkpoint is left: {'; '.join(notes)}")
+        raise _none_is_sound(notes)
     return Loaded(None, 0, (*notes, f"no checkpoint in {str(directory)!r}: starting from step 0"))
+
+
+def _damage(path: str | Path, damage: str, strict: bool) -> str:
+    """What is said of a damaged checkpoint. Raises CheckpointError where no older one may be taken."""
+    said = f"checkpoint {str(path)!r} is damaged ({damage})"
+    if strict:
+        raise CheckpointError(f"{said}; --strict takes no older one")
+    return said
+
+
+def _none_is_sound(said: Sequence[str]) -> CheckpointError:
+    return CheckpointError(f"no sound checkpoint is left: {'; '.join(said)}")
 
 
 def _leaders_candidates(resume: str, directory: Path, group: Group) -> tuple[list[str], list[str]]:
@@ -131,7 +167,8 @@ def _try(path: Path, config: Config, optimizer: DistributedOptimizer) -> dict[st
     outcome: dict[str, Any] = {"damage": None, "refusal": None, "read": 0, "step": 0, "notes": []}
     try:
         manifest = read_manifest(path)
-        check_fit(path, manifest, config, optimizer)
+        _check_fit(path, manifest, config)
+        assert dict(manifest.shapes) == tensor_shapes(optimizer.buffer.specs), path
         check_files(path, manifest)
         outcome["read"] = read_shards(path, manifest, optimizer_shards(optimizer))
         outcome["step"] = manifest.step
@@ -143,7 +180,7 @@ def _try(path: Path, config: Config, optimizer: DistributedOptimizer) -> dict[st
     return outcome
 
 
-def check_fit(path: Path, manifest: Manifest, config: Config, optimizer: DistributedOptimizer) -> None:
+def _check_fit(path: Path, manifest: Manifest, config: Config) -> None:
     """Raises CheckpointError where a checkpoint is of another model or other numerics."""
     mine, theirs = config.model.model_dump(mode="json"), manifest.config["model"]
     for key in sorted(mine.keys() | theirs.keys()):
@@ -156,7 +193,6 @@ def check_fit(path: Path, manifest: Manifest, config: Config, optimizer: Distrib
         raise CheckpointError(
             f"checkpoint {str(path)!r} was computed with numerics {manifest.numerics}, this is {NUMERICS}"
         )
-    assert dict(manifest.shapes) == tensor_shapes(optimizer.buffer.specs), path
 
 
 def _changes(saved: Mapping[str, Any], config: Config) -> list[str]:
