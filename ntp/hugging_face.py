@@ -8,7 +8,7 @@ model. Whatever a model has that the trainer does not compute is refused by name
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +20,7 @@ from torch import Tensor
 from ntp.config import ModelConfig
 from ntp.errors import HuggingFaceError
 from ntp.optim import DistributedOptimizer
-from ntp.parameters import ParameterSpec, Part
+from ntp.parameters import ParameterSpec, Part, parameter_specs
 from ntp.units import UnitRange
 
 CONFIG = "config.json"
@@ -40,15 +40,22 @@ def import_weights(folder: Path, model: ModelConfig, optimizer: DistributedOptim
     Raises HuggingFaceError for a folder that is not whole, does not fit `model`, or holds tensors that the
     model has no place for.
     """
-    check_model(folder, model)
-    with Weights.open(folder) as weights:
-        specs = optimizer.buffer.specs
-        weights.check({part.logical_name: spec.logical_shape(part) for spec in specs for part in spec.parts})
+    with opened(folder, model) as weights:
         for piece in optimizer.slices:
             values = weights.units(piece.spec, piece.units)
             piece.of(optimizer.master).copy_(values[:, piece.start : piece.stop])
             if piece.spec.name == "embedding" and weights.has(_HEAD) and model.tie_word_embeddings:
                 weights.check_tie(piece.spec, piece.units, values)
+
+
+@contextmanager
+def opened(folder: Path, model: ModelConfig) -> Iterator["Weights"]:
+    """The weights of a folder that fits `model`, values not looked at. Raises HuggingFaceError as above."""
+    check_model(folder, model)
+    with Weights.open(folder) as weights:
+        specs = parameter_specs(model)
+        weights.check({part.logical_name: spec.logical_shape(part) for spec in specs for part in spec.parts})
+        yield weights
 
 
 class Weights:
@@ -149,8 +156,18 @@ class Weights:
             try:
                 self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
-                raise HuggingFaceError(f"cannot read weights {str(path)!r}: {error}") from None
+                reason = _file_systems_word(path) or str(error)
+                raise HuggingFaceError(f"cannot read weights {str(path)!r}: {reason}") from None
         return self._files[name]
+
+
+def _file_systems_word(path: Path) -> str:
+    """Why a file cannot be opened, "" if it can: safetensors takes every failure for a missing file."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

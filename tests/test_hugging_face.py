@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from ntp_launcher.cli import main
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -213,6 +214,19 @@ def test_missing_and_surplus_tensors_are_named(folder, tmp_path, message):
     with pytest.raises(HuggingFaceError) as error:
         our_logits(configuration("llama", source))
     assert message in str(error.value)
+
+
+def test_a_folder_that_does_not_fit_is_refused_before_a_run_directory_is_touched(folder, tmp_path, capsys):
+    misfit = damaged_copy(folder("llama"), tmp_path, change=widen)
+    config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
+    config.write_text(dump_yaml(configuration("llama", misfit)))
+    run_dir.mkdir()
+    (run_dir / "summary.json").write_text("{}")
+    assert main([str(config), "--run-dir", str(run_dir)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "has shape" in said
+    assert [path.name for path in run_dir.iterdir()] == ["summary.json"]
 
 
 def test_a_head_beside_a_tied_embedding_must_equal_it(folder, tmp_path):

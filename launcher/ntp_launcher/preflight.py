@@ -7,7 +7,7 @@ import torch
 from ntp.data import datasets_of
 from ntp.device import wants_gpu
 from ntp.gpu_limits import check_gpu_computes
-from ntp.hugging_face import Weights
+from ntp.hugging_face import opened
 from ntp_launcher.exporters import check_exporters
 from ntp_launcher.flags import LaunchError, Nodes
 from ntp_launcher.job import Job, proposed_run_dir
@@ -30,7 +30,7 @@ def check_node(job: Job, nodes: Nodes) -> None:
     if nodes.nnodes == 1:
         check_resumption(job, Path(job.run_dir or proposed_run_dir(job)))
     if job.config.model.init_from is not None and job.resume is None:
-        with Weights.open(Path(job.config.model.init_from)):
+        with opened(Path(job.config.model.init_from), job.config.model):
             pass
     datasets_of(job.config)
 
