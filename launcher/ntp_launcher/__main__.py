@@ -2,6 +2,6 @@
 
 import sys
 
-from ntp_launcher.cli import main
+from ntp_launcher.commands import launch
 
-sys.exit(main())
+sys.exit(launch())
