@@ -7,8 +7,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ntp_launcher.agent import MeshAgent
+from ntp_launcher.late import LateRendezvous, Place
 
 from ntp.config import dump_yaml
 from ntp.testing.trial import Trial, evidence_of, losses_of, processes_of, reference
@@ -155,6 +158,15 @@ def test_after_the_loss_of_the_stores_host_another_mesh_goes_on_with_the_same_bi
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         subprocess.run([*command, *mesh], env=environ, check=True, timeout=200, stdout=subprocess.DEVNULL)
         assert evidence_of(agents.run_dir) == reference(30, THIRTY)
+
+
+def test_a_late_agent_writes_where_the_others_of_this_attempt_do() -> None:
+    late = object.__new__(LateRendezvous)
+    late.place = Place(node=1, session=2, run_dir="/runs/a", attempt=3)
+    agent = object.__new__(MeshAgent)
+    agent._attempt, agent._nodes = -1, SimpleNamespace(log_dir=None)
+    assert agent._assign_worker_ranks(None, 1, 2, SimpleNamespace(rdzv_handler=late)) == []
+    assert agent.log_dir == Path("/runs/a/logs/attempt3")
 
 
 @pytest.mark.slow

@@ -101,8 +101,9 @@ class MeshAgent(SimpleElasticAgent):
         handler = spec.rdzv_handler
         if isinstance(handler, LateRendezvous):
             assert handler.place is not None
-            self._post = Post(handler.place.node, handler.place.session)
-            self.run_dir = Path(handler.place.run_dir)
+            place = handler.place
+            self._post, self._attempt = Post(place.node, place.session), place.attempt
+            self.run_dir = Path(place.run_dir)
             return []
         job = self._job
         self._board = Board(store, group_rank, group_world_size)

@@ -24,11 +24,12 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the leader has given a late agent."""
+    """What the leader has given a late agent; `attempt` counts the restarts of all workers so far."""
 
     node: int
     session: int
     run_dir: str
+    attempt: int
 
 
 class EndedError(Exception):

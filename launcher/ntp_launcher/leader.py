@@ -35,6 +35,7 @@ from ntp_launcher.events import (
 )
 from ntp_launcher.heal import take_requests
 from ntp_launcher.job import Job
+from ntp_launcher.late import Place
 from ntp_launcher.ledger import Ledger
 from ntp_launcher.lookout import Lookout
 from ntp_launcher.mail import END, HELLOS, Inbox, Outbox, Post, dropped_key, left_key, peek, read_json, take
@@ -77,6 +78,7 @@ class Leader:
         node: the leader's own.
         homes: the node of every rank.
         resumes: the run goes on from a checkpoint.
+        attempt: how often all workers have been restarted.
         audience: hears of everything.
     """
 
@@ -88,9 +90,11 @@ class Leader:
         node: int,
         homes: Mapping[int, int],
         resumes: bool,
+        attempt: int,
         audience: Audience,
     ) -> None:
         self._job, self._run_dir, self._store, self._audience = job, run_dir, store, audience
+        self._attempt = attempt
         self._rules = Rules(job.config, homes)
         self._state = begin(self._rules, job.plan.failed)
         self._ledger = Ledger(job, run_dir, store, resumes, audience)
@@ -193,8 +197,8 @@ class Leader:
                 self._sessions[node] += 1
                 session = self._sessions[node]
                 self._agents[node] = self._agent(node, session)
-                welcome = {"node": node, "session": session, "run_dir": str(self._run_dir)}
-                self._store.set(f"welcome/{hello.number}", json.dumps(welcome))
+                place = Place(node, session, str(self._run_dir), self._attempt)
+                self._store.set(f"welcome/{hello.number}", json.dumps(asdict(place)))
                 joined.append(AgentJoined(node, session))
         return joined
 

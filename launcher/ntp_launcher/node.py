@@ -130,8 +130,16 @@ class Node:
         world = self._job.config.parallel.world_size
         homes = {rank: rank // self._size for rank in range(world)}
         resumes = bool(self._environ(self._job.plan.reporter, 0)["NTP_RESUME"])
-        audience = audience_of(self._job, self._run_dir)
-        return Leader(self._job, self._run_dir, self._store, self._post.node, homes, resumes, audience)
+        return Leader(
+            self._job,
+            self._run_dir,
+            self._store,
+            self._post.node,
+            homes,
+            resumes,
+            self._rendezvous.attempt,
+            audience_of(self._job, self._run_dir),
+        )
 
     def _recipe(self, log_dir: Path) -> Recipe:
         elastic = self._job.config.elastic
