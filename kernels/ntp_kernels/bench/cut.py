@@ -12,16 +12,17 @@ from .shapes import TOKENS, Weight, weights
 _UNIT = 128
 _ACCURACY_TOKENS = 256
 _ACCURACY_COLUMNS = 4096
+_TRAINED_UNITS = (32, 112, 224)
 _LENGTHS = (4096, 14336, 28672, 128256, 151936)
 Maker = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def sections() -> list[Row]:
-    """Speed for every distinct weight, by section, then accuracy."""
+    """Speed for every distinct weight, by section, then with operands that stray, then accuracy."""
     distinct = {(weight.size, weight.hidden): weight for weight in reversed(weights())}
     rows = [row for weight in reversed(distinct.values()) for row in _speed(weight)]
     rows.sort(key=lambda row: row.section)
-    return rows + list(_accuracy())
+    return [*rows, *_directions(), *_accuracy()]
 
 
 def _speed(weight: Weight) -> Iterator[Row]:
@@ -65,6 +66,44 @@ def _speed(weight: Weight) -> Iterator[Row]:
     ):
         baseline = "cuBLAS fp32 out" + ("" if section == "product alone" else ", then cast")
         yield Row(f"cut, {section}, {several}", weight.name, shape, time, reference, baseline, flop, "flop")
+
+
+def _directions() -> Iterator[Row]:
+    """Operands as training leaves them: rows and columns share directions, so that chains leave their window.
+
+    Random ones never do, and cannot show what that costs.
+    """
+    for units in _TRAINED_UNITS:
+        a = torch.randn(TOKENS, units, _UNIT, device="cuda").bfloat16()
+        w = (torch.randn(units, _UNIT, _ACCURACY_COLUMNS, device="cuda") * 0.02).bfloat16()
+        yield _straying("no direction shared", a, w)
+        direction = torch.randn(units, _UNIT, device="cuda").bfloat16()
+        w[:, :, :: _ACCURACY_COLUMNS // 2] += 0.01 * direction[..., None]
+        yield _straying("all rows with two columns", a + 0.3 * direction, w)
+        rows = torch.arange(TOKENS, device="cuda") % 7 < 3
+        columns = torch.arange(_ACCURACY_COLUMNS, device="cuda") % 5
+        a[rows] += 0.5
+        yield _straying(
+            "3 of 7 rows with 2 of 5 columns", a, w + 0.02 * (columns == 0) - 0.02 * (columns == 1)
+        )
+
+
+def _straying(name: str, a: torch.Tensor, w: torch.Tensor) -> Row:
+    """The product alone."""
+    a, w = a.bfloat16(), w.bfloat16()
+    units, size = a.shape[1], a.shape[1] * _UNIT
+    row, column = gemm.row_scale(gemm.row_norms(a), _UNIT), gemm.column_scale(w)
+
+    def ours() -> torch.Tensor:
+        return gemm.cut_matmul(a, w, row, column, units)
+
+    def base() -> torch.Tensor:
+        return torch.mm(a.flatten(1), w.flatten(0, 1), out_dtype=torch.float32)
+
+    time, stock = interleaved([ours, base], graphs=True)
+    shape = f"{a.shape[0]}x{w.shape[2]}x{size}"
+    flop = 2 * a.shape[0] * w.shape[2] * size
+    return Row("cut, shared directions", name, shape, time, stock, "cuBLAS fp32 out", flop, "flop")
 
 
 def _accuracy() -> Iterator[Row]:
