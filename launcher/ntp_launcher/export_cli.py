@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ntp_launcher.ending import ending
-from ntp_launcher.flags import LaunchError, OneLineParser, number
+from ntp_launcher.flags import OneLineParser, number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,10 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(args: argparse.Namespace) -> int:
     from ntp.export import export  # torch, after the command line is known to be right
 
-    try:
-        step, dtype = export(Path(args.run_dir), Path(args.out), args.step, args.dtype)
-    except OSError as error:
-        raise LaunchError(f"cannot export to {args.out!r}: {error}") from None
+    step, dtype = export(Path(args.run_dir), Path(args.out), args.step, args.dtype)
     sys.stdout.write(f"ntp-export: step {step} in {dtype}, written to {args.out}\n")
     return 0
 
