@@ -112,8 +112,9 @@ def _of(checkpoint: Path, damage: DamagedError) -> CheckpointError:
 def _sound_checkpoint(run_dir: Path, step: int | None) -> tuple[Path, Manifest]:
     """The newest checkpoint whose manifest and files are whole; the values are verified as they are read."""
     check_run(run_dir)
-    section = load_mapping(run_dir / "resolved.yaml").get("checkpoint") or {}
-    directory = Path(section["dir"]) if section.get("dir") else run_dir / "checkpoints"
+    section = load_mapping(run_dir / "resolved.yaml").get("checkpoint")
+    place = section.get("dir") if isinstance(section, dict) else None
+    directory = Path(place) if isinstance(place, str) else run_dir / "checkpoints"
     candidates, _ = resume_candidates("auto" if step is None else str(step), directory)
     refusal: CheckpointError | None = None
     for path in candidates if step is None else candidates[:1]:

@@ -172,6 +172,12 @@ def test_an_export_that_cannot_be_written_leaves_nothing_behind(trained, export,
     assert Path("out").exists() != is_new
 
 
+@pytest.mark.parametrize("section", ["checkpoint: 3", "checkpoint: {dir: 3}", "model: {}"])
+def test_export_needs_no_section_about_checkpoints(trained, export, section):
+    Path("run/resolved.yaml").write_text(section)
+    assert "step 4 in" in export("out")
+
+
 def test_what_a_killed_export_has_left_is_written_over(trained, export):
     Path("out/.unfinished").mkdir(parents=True)
     Path("out/.unfinished/model-00001.safetensors.part").touch()
