@@ -16,6 +16,7 @@ from typing import Any, cast
 from ntp.run_directory import RunError, read_config
 from ntp_launcher.ending import ending
 from ntp_launcher.flags import OneLineParser
+from ntp_launcher.paths import path_name
 from ntp_launcher.run_files import Line, read_steps, read_summary
 
 _FREE_SECTIONS = ("parallel", "checkpoint", "elastic", "faults", "log")
@@ -53,8 +54,8 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(
         prog="ntp-compare", description="Compare losses, hashes and configs of two runs.", allow_abbrev=False
     )
-    parser.add_argument("run_a", metavar="RUN_DIR", help="what ntp-launch wrote")
-    parser.add_argument("run_b", metavar="RUN_DIR", help="the other run")
+    parser.add_argument("run_a", type=path_name, metavar="RUN_DIR", help="what ntp-launch wrote")
+    parser.add_argument("run_b", type=path_name, metavar="RUN_DIR", help="the other run")
     return parser
 
 

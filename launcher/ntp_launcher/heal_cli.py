@@ -15,6 +15,7 @@ from ntp.topology import parse_failed
 from ntp_launcher.ending import ending
 from ntp_launcher.flags import LaunchError, OneLineParser
 from ntp_launcher.heal import request
+from ntp_launcher.paths import path_name
 from ntp_launcher.run_files import read_events
 
 _PATIENCE_S = 10.0
@@ -31,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="ntp-heal", description="Take repaired devices back into a running job.", allow_abbrev=False
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the directory of the run")
+    parser.add_argument("run_dir", type=path_name, metavar="RUN_DIR", help="the directory of the run")
     parser.add_argument(
         "--ranks",
         required=True,
