@@ -174,8 +174,8 @@ port_number = number(0, 65535)
 
 
 def _seconds(text: str) -> float:
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or float(text) <= 0:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, found {text!r}")
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or float(text) < 0.01:
+        raise argparse.ArgumentTypeError(f"expected seconds of 0.01 or more, found {text!r}")
     return float(text)
 
 
