@@ -25,7 +25,10 @@ from ntp.elastic_config import ElasticConfig, below
 from ntp.errors import ConfigError
 from ntp.faults import Fault
 from ntp.model_config import ModelConfig, Recompute
-from ntp.section import Count, Fraction, Positive, PositiveFloat, Ratio, Section
+from ntp.section import Count, Fraction, Positive, PositiveFloat, Ratio, Section, Timeout
+
+MOST_RANKS = 1 << 17
+"""Of a mesh. A plan of so many is shown in seconds, and no machine has more."""
 
 
 class DataPath(Section):
@@ -81,6 +84,15 @@ class ParallelConfig(Section):
     def world_size(self) -> int:
         """Ranks of the base mesh and its standbys, failed ones included."""
         return self.dp * self.tp + self.standbys
+
+    @model_validator(mode="after")
+    def _mesh_has_a_size_that_is_built(self) -> Self:
+        if self.world_size > MOST_RANKS:
+            raise ValueError(
+                f"dp={self.dp} x tp={self.tp} and standbys={self.standbys} are {self.world_size} ranks; "
+                f"a mesh has at most {MOST_RANKS}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _degree_is_reachable(self) -> Self:
@@ -143,7 +155,7 @@ class TrainConfig(Section):
 
     steps: Positive
     seq_len: Positive
-    global_batch: Positive
+    global_batch: Annotated[int, Field(ge=1, le=10**6)]
     micro_batch: Positive = 1
     grad_group: Positive = 1  # microbatches folded left to right into one leaf of the gradient tree
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -152,7 +164,7 @@ class TrainConfig(Section):
     cuda_graphs: bool = True  # replay the layers without the host, where a GPU computes
     recompute: Recompute = "none"  # in backward rather than kept from forward
     eval_every: Count = 0  # steps between evaluations; 0 = never
-    timeout_s: PositiveFloat = 120.0  # of one collective
+    timeout_s: Timeout = 120.0  # of one collective
     profile: tuple[Positive, ...] = ()  # steps of which every rank writes a trace into RUN_DIR/traces
     stop_after: Count | None = None  # end the run here, with a save; the schedule still counts to `steps`
 

@@ -1,17 +1,20 @@
 """Weights out: a checkpoint as a folder that `transformers` loads.
 
 The masters are written one parameter at a time, so that a model larger than memory can be exported. A model
-that began as a Hugging Face folder keeps that folder's `config.json`, precision and tokenizer.
+that began as a Hugging Face folder keeps that folder's `config.json`, precision and tokenizer. All that is
+read but the weights is read before the first file is written; an export that fails leaves nothing behind.
 """
 
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -29,8 +32,10 @@ from ntp.yaml_text import load_mapping
 
 FILE_BYTES = 5 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNFINISHED = ".unfinished"
+_TOKENIZER = "tokenizer.json"
 _TOKENIZER_FILES = (
-    "tokenizer.json",
+    _TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "tokenizer.model",
@@ -38,6 +43,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "added_tokens.json",
     "chat_template.jinja",
+    "generation_config.json",
 )
 
 
@@ -60,36 +66,65 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str | None 
     source = Path(model.init_from) if model.init_from else None
     settings = read_json(source / CONFIG) if source else None
     dtype = dtype or _dtype_of(settings)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise HuggingFaceError(f"{str(out)!r} exists already and is not an empty folder; name a new one")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HuggingFaceError(f"cannot write {str(out)!r}: {error.strerror}") from None
     settings = settings or config_json(model, seq_len, dtype)
     key = "dtype" if "dtype" in settings else "torch_dtype"
-    _write_json(out / CONFIG, settings | {key: dtype})
-    _write_tokenizer(out, tokenizer, source)
-    _write_weights(out, _tensors(checkpoint, manifest, model, DTYPES[dtype]))
+    files = _tokenizer_files(tokenizer, source) | {CONFIG: _json(settings | {key: dtype})}
+    with _filling(out) as folder:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        try:
+            _write_weights(folder, _tensors(checkpoint, manifest, model, DTYPES[dtype]))
+        except DamagedError as damage:
+            raise _of(checkpoint, damage) from None
     return manifest.step, dtype
+
+
+@contextmanager
+def _filling(out: Path) -> Iterator[Path]:
+    """A folder inside `out` whose files become those of `out` at the end; where that fails nothing stays."""
+    is_new = not out.exists()
+    if not is_new and (not out.is_dir() or any(path.name != _UNFINISHED for path in out.iterdir())):
+        raise HuggingFaceError(f"{str(out)!r} exists already and is not an empty folder; name a new one")
+    folder = out / _UNFINISHED
+    try:
+        if folder.exists():  # an export was killed
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        yield folder
+        for path in folder.iterdir():
+            path.rename(out / path.name)
+        folder.rmdir()
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).partition(" (os error")[0].split())
+        raise HuggingFaceError(f"cannot write {str(out)!r}: {reason}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # not empty, where all went well
+                out.rmdir()
+
+
+def _of(checkpoint: Path, damage: DamagedError) -> CheckpointError:
+    """Damage, told with the checkpoint that it was found in."""
+    return CheckpointError(f"checkpoint {str(checkpoint)!r} is damaged ({damage})")
 
 
 def _sound_checkpoint(run_dir: Path, step: int | None) -> tuple[Path, Manifest]:
     """The newest checkpoint whose manifest and files are whole; the values are verified as they are read."""
     check_run(run_dir)
-    section = load_mapping(run_dir / "resolved.yaml").get("checkpoint") or {}
-    directory = Path(section["dir"]) if section.get("dir") else run_dir / "checkpoints"
+    section = load_mapping(run_dir / "resolved.yaml").get("checkpoint")
+    place = section.get("dir") if isinstance(section, dict) else None
+    directory = Path(place) if isinstance(place, str) else run_dir / "checkpoints"
     candidates, _ = resume_candidates("auto" if step is None else str(step), directory)
+    refusal: CheckpointError | None = None
     for path in candidates if step is None else candidates[:1]:
         try:
             manifest = read_manifest(path)
             check_files(path, manifest)
-        except DamagedError:
-            if path == candidates[-1] or step is not None:
-                raise
-            continue
-        return path, manifest
-    raise CheckpointError(
+            return path, manifest
+        except DamagedError as damage:
+            refusal = refusal or _of(path, damage)
+    raise refusal or CheckpointError(
         f"no checkpoint in {str(directory)!r}; a run saves some where checkpoint.every is set"
     )
 
@@ -149,26 +184,25 @@ def _write_weights(out: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         (out / _part(number)).rename(out / file)
         places |= dict.fromkeys(names, file)
-    _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    (out / INDEX).write_bytes(_json({"metadata": {"total_size": total}, "weight_map": places}))
 
 
 def _part(number: int) -> str:
     return f"model-{number:05d}.safetensors.part"
 
 
-def _write_tokenizer(out: Path, tokenizer: str, source: Path | None) -> None:
-    """The files of the source folder, else of the run's tokenizer; bytes become a tokenizer too."""
+def _tokenizer_files(tokenizer: str, source: Path | None) -> dict[str, bytes]:
+    """Those of the source folder, else of the run's tokenizer; bytes become a tokenizer too."""
     if source is None and tokenizer == "byte":
-        byte_tokenizer().save(str(out / "tokenizer.json"))
-        _write_json(
-            out / "tokenizer_config.json",
-            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"},
-        )
-        return
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+        text = byte_tokenizer().to_str(pretty=True)
+        return {_TOKENIZER: text.encode(), "tokenizer_config.json": _json(settings)}
     folder = source or Path(tokenizer).parent
-    for name in (*_TOKENIZER_FILES, "generation_config.json"):
-        if (folder / name).exists():
-            shutil.copyfile(folder / name, out / name)
+    try:
+        found = {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).exists()}
+        return found if source else found | {_TOKENIZER: Path(tokenizer).read_bytes()}
+    except OSError as error:
+        raise HuggingFaceError(f"cannot read {str(error.filename)!r}: {error.strerror}") from None
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -190,5 +224,5 @@ def _byte_letters() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(256 + place) for place, b in enumerate(hidden)}
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()

@@ -31,6 +31,9 @@ class Part(StrEnum):
     WRITER = "writer"  # of a checkpoint, in the thread that saves; what it has written is not yet published
 
 
+_OF_STEP_0 = (Phase.STARTUP, Phase.WAITING, Phase.MOVING, Phase.FINISHING)
+
+
 class FaultPlace(Section):
     """Where a fault happens: in `phase` of step `step` of process `rank`.
 
@@ -40,6 +43,14 @@ class FaultPlace(Section):
     rank: Count
     step: Count
     phase: Phase | Part = Phase.STEP
+
+    @model_validator(mode="after")
+    def _is_come_to(self) -> Self:
+        if self.step == 0 and self.phase not in _OF_STEP_0:
+            raise ValueError(f"steps count from 1, found step=0 with phase={self.phase}")
+        if self.step > 0 and self.phase is Phase.STARTUP:
+            raise ValueError(f"phase startup is of step 0, found step={self.step}")
+        return self
 
 
 class Fault(Section):

@@ -33,7 +33,7 @@ class ModelConfig(Section):
     init_from: Annotated[str, Field(min_length=1)] | None = None  # Hugging Face folder with the first weights
     hidden_size: MultipleOf16
     intermediate_size: Positive
-    num_hidden_layers: Positive
+    num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)]
     num_attention_heads: Positive
     num_key_value_heads: Positive  # default: num_attention_heads
     head_dim: MultipleOf16  # default: hidden_size / num_attention_heads

@@ -7,6 +7,7 @@ replica `r`, position `p` is `r * tp + p`, standbys come from `dp * tp` up. A pr
 its coordinate, unless `parallel.rank_map` puts another one there: that moves work, never bits.
 """
 
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -239,10 +240,14 @@ def _fill(
         [None if rank in failed else rank for rank in ranks[r * tp : (r + 1) * tp]] for r in range(dp)
     ]
     idle = [rank for rank in ranks[dp * tp :] if rank not in failed]
-    while idle and any(None in replica for replica in slots):
-        neediest = max(slots, key=lambda replica: replica.count(None))
-        neediest[neediest.index(None)] = idle.pop(0)
-    return slots, idle
+    needy = [(-missing, index) for index, replica in enumerate(slots) if (missing := replica.count(None))]
+    heapq.heapify(needy)
+    taken = min(len(idle), -sum(missing for missing, _ in needy))
+    for rank in idle[:taken]:
+        missing, index = needy[0]
+        slots[index][slots[index].index(None)] = rank
+        heapq.heapreplace(needy, (missing + 1, index))
+    return slots, idle[taken:]
 
 
 def _keep(

@@ -147,9 +147,14 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except (ValueError, RecursionError):
         raise RunError(f"{str(path)!r} is not what a run writes: it is not JSON") from None
+    if not isinstance(value, dict) or "steps" not in value:
+        raise RunError(f"{str(path)!r} is not what a run writes: it is no JSON object with steps")
+    return cast("dict[str, Any]", value)
 
 
 def write_json(path: Path, values: dict[str, object]) -> None:

@@ -8,6 +8,7 @@ nodes that cover its range; the optimizer owner completes the tree.
 """
 
 import heapq
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +64,7 @@ def assign_by_time(groups: int, times: Sequence[int]) -> tuple[range, ...]:
         end, place = heapq.heappop(finish)
         counts[place] += 1
         heapq.heappush(finish, (end + times[place], place))
-    stops = [sum(counts[: place + 1]) for place in range(len(times))]
+    stops = itertools.accumulate(counts)
     return tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
 
 

@@ -67,6 +67,8 @@ def _names(texts: Sequence[str]) -> Iterator[str]:
 
 
 def _names_in_file(path: str) -> Iterator[str]:
+    if not path:
+        raise TopologyError("cannot read failed ranks from '@': expected @FILE")
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:

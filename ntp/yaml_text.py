@@ -36,6 +36,8 @@ _Loader.add_implicit_resolver(
 
 def load_mapping(path: str | Path) -> dict[str, Any]:
     """The mapping in the YAML file at `path`; an empty file is an empty mapping. Raises ConfigError."""
+    if not str(path):
+        raise ConfigError("no config is named: expected the path of a file, found ''")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:

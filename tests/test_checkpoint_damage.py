@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +114,29 @@ def test_a_step_or_path_that_is_not_there_is_named(data, copy):
         train(saving_config(), data, copy, resume="3")
     with pytest.raises(CheckpointError, match="nowhere"):
         train(saving_config(), data, copy, resume="nowhere")
+
+
+def test_a_plain_file_is_no_checkpoint_whatever_its_name(copy):
+    store = CheckpointStore(copy / "checkpoints")
+    for name in ("step-00000009", "step-00000009.abcd.tmp"):
+        (store.directory / name).touch()
+    assert (store.steps(), store.unfinished(), store.newest()) == ([2, 4], [], 4)
+    with pytest.raises(CheckpointError, match="there are: 2, 4"):
+        store.candidates(9)
+
+
+def test_a_directory_of_checkpoints_that_may_not_be_read_is_named(copy, monkeypatch):
+    def refused(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    store = CheckpointStore(copy / "checkpoints")
+    monkeypatch.setattr(Path, "iterdir", refused)
+    said = re.escape(f"cannot read the checkpoints in '{store.directory}': Permission denied")
+    for listing in (store.steps, store.unfinished, store.candidates, store.newest):
+        with pytest.raises(CheckpointError, match=said):
+            listing()
+    with pytest.raises(PermissionError):  # a new run says so, and leaves them where they are
+        store.belong_to(None)
 
 
 def test_another_model_is_refused_by_the_key_that_differs(data, copy):

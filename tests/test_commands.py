@@ -1,5 +1,6 @@
 """Wrong invocations of the commands around `ntp-launch`: one line with the facts, code 2, no traceback."""
 
+import json
 import os
 import signal
 import subprocess
@@ -39,9 +40,83 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("plan", ["advise", TINY, "--domain-size", "0"], ["--domain-size", "'0'", "1 or more"]),
     ("plan", ["simulate", TINY], ["unknown key"]),
     ("plan", ["advise", TINY, "--failed", "9"], ["rank '9'", "0 to 7"]),
+    ("compare", ["good", ""], ["RUN_DIR", "expected a path, found ''"]),
+    ("report", [""], ["RUN_DIR", "expected a path, found ''"]),
+    ("report", ["good", "-o", ""], ["-o", "expected a path, found ''"]),
+    ("export", ["", "out"], ["RUN_DIR", "expected a path, found ''"]),
+    ("export", ["good", ""], ["OUT", "expected a path, found ''"]),
+    ("heal", ["", "--ranks", "3"], ["RUN_DIR", "expected a path, found ''"]),
+    ("doctor", ["--run-dir", ""], ["--run-dir", "expected a path, found ''"]),
+    ("plan", ["simulate", ""], ["CLUSTER.yaml", "expected a path, found ''"]),
+    ("plan", ["advise", ""], ["CONFIG.yaml", "expected a path, found ''"]),
+    ("plan", ["advise", TINY, "--rank-map", ""], ["--rank-map", "expected a path, found ''"]),
     ("completion", ["csh"], ["csh", "bash", "zsh", "fish"]),
     ("doctor", ["here"], ["here"]),
 ]
+
+
+DAMAGED: list[tuple[str, str | dict[str, object], list[str]]] = [
+    ("summary.json", "[]", ["no JSON object"]),
+    ("summary.json", "3", ["no JSON object"]),
+    ("summary.json", "{}", ["no JSON object with steps"]),
+    ("summary.json", '{"steps"', ["not JSON"]),
+    ("summary.json", '{"steps": 1, "goodput": "good"}', ["goodput", '"good"']),
+    ("summary.json", '{"steps": 1, "wall_s": Infinity}', ["wall_s", "Infinity"]),
+    ("summary.json", '{"steps": 1, "recoveries": {"a": 1}}', ["recoveries"]),
+    ("summary.json", '{"steps": 1, "recoveries": [{"unblock": 1}]}', ["recoveries.0.generation"]),
+    ("summary.json", '{"steps": 1, "checkpoints": {"saves": "two"}}', ["checkpoints.saves", '"two"']),
+    ("metrics.jsonl", {"step": "x"}, ["line 10", "step", '"x"']),
+    ("metrics.jsonl", {"step": [1]}, ["line 10", "step", "[1]"]),
+    ("metrics.jsonl", {"loss": None}, ["line 10", "loss", "null"]),
+    ("metrics.jsonl", {"loss_bits": []}, ["line 10", "loss_bits"]),
+    ("metrics.jsonl", {"tokens_per_s": "fast"}, ["line 10", "tokens_per_s"]),
+    ("metrics.jsonl", {"generation": None}, ["line 10", "generation"]),
+    ("metrics.jsonl", {"memory_bytes": 10**400}, ["line 10", "memory_bytes"]),
+    ("metrics.jsonl", {"phases_s": None}, ["line 10", "phases_s"]),
+    ("metrics.jsonl", {"phases_s": {"compute": "long"}}, ["line 10", "phases_s.compute"]),
+    ("metrics.jsonl", {"time": "now"}, ["line 10", "time"]),
+    ("events.jsonl", {"time": 1e300}, ["line 2", "time", "1e+300"]),
+    ("events.jsonl", {"kind": 3}, ["line 2", "kind", "3"]),
+    ("events.jsonl", {"text": None}, ["line 2", "text", "null"]),
+    ("events.jsonl", {"failed": 3}, ["line 2", "failed", "3"]),
+    ("events.jsonl", {"failed": ["a"]}, ["line 2", "failed.0", '"a"']),
+    ("events.jsonl", {"generation": "first"}, ["line 2", "generation"]),
+    ("events.jsonl", {"kind": "recovery", "unblock": "quick"}, ["line 2", "unblock"]),
+]
+
+
+def damage(path: Path, change: str | dict[str, object]) -> None:
+    """Replaces a file, or values in its last line."""
+    if isinstance(change, str):
+        path.write_text(change)
+        return
+    *before, last = path.read_text().splitlines(keepends=True)
+    line = json.loads(last) | change
+    if line.get("kind") == "recovery":
+        del line["failed"]
+    path.write_text("".join(before) + json.dumps(line) + "\n")
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+@pytest.mark.parametrize(("name", "change", "facts"), DAMAGED)
+def test_a_value_that_no_run_writes_is_told_in_one_line(
+    command: str,
+    name: str,
+    change: str | dict[str, object],
+    facts: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = run(tmp_path / "one", loss=True)
+    (tmp_path / "one" / "summary.json").write_text('{"steps": 10}')
+    damage(tmp_path / "one" / name, change)
+    code = import_module(f"ntp_launcher.{command}_cli").main([one, one])
+    if command == "compare" and name == "events.jsonl":  # which it does not read
+        assert code == 0
+        return
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert all(fact in line for fact in [repr(str(tmp_path / "one" / name)), *facts]), line
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """`ntp-compare` and `ntp-export` as commands: exit codes and the one line that they print."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from ntp_launcher import compare_cli, export_cli
 from ntp_launcher.ending import ending
+from safetensors import SafetensorError
 
 from ntp.config import dump_yaml
 from ntp.data import datasets_of
@@ -86,23 +89,102 @@ def test_what_may_not_be_read_is_named(capsys):
     assert capsys.readouterr().err == "ntp-compare: cannot use 'a/resolved.yaml': Permission denied\n"
 
 
-def test_export_takes_the_newest_sound_checkpoint(tmp_path, capsys):
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A run with checkpoints of steps 2 and 4, in the folder `run` of the one that is worked in."""
     torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
     config = saving_config()
-    run_dir = tmp_path / "run"
-    train(config, datasets_of(config), run_dir)
-    (run_dir / "resolved.yaml").write_text(dump_yaml(config))
-    assert export_cli.main([str(run_dir), str(tmp_path / "out")]) == 0
-    assert "step 4 in float32" in capsys.readouterr().out
-    (run_dir / "checkpoints" / "step-00000004" / "manifest.json").unlink()
-    assert export_cli.main([str(run_dir), str(tmp_path / "older"), "--dtype", "bfloat16"]) == 0
-    assert "step 2 in bfloat16" in capsys.readouterr().out
-    assert export_cli.main([str(run_dir), str(tmp_path / "out")]) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert export_cli.main([str(run_dir), "/proc/x"]) == 2
-    assert "cannot write '/proc/x': " in capsys.readouterr().err
-    assert export_cli.main([str(run_dir), str(tmp_path / "new"), "--step", "3"]) == 2
-    assert "there are: 2, 4" in capsys.readouterr().err
-    flip(run_dir / "checkpoints" / "step-00000002" / "pieces-00000.safetensors", 30_000)
-    assert export_cli.main([str(run_dir), str(tmp_path / "damaged")]) == 2
-    assert "checksum" in capsys.readouterr().err
+    train(config, datasets_of(config), Path("run"))
+    Path("run/resolved.yaml").write_text(dump_yaml(config))
+    return Path("run/checkpoints")
+
+
+@pytest.fixture
+def export(capsys):
+    def run(*arguments):
+        code = export_cli.main(["run", *arguments])
+        printed = capsys.readouterr()
+        assert (code, printed.err.count("\n")) in ((0, 0), (2, 1))
+        assert "Errno" not in printed.err
+        return printed.out + printed.err
+
+    return run
+
+
+def test_export_takes_the_newest_sound_checkpoint(trained, export):
+    assert "step 4 in float32" in export("out")
+    (trained / "step-00000004" / "manifest.json").unlink()
+    assert "step 2 in bfloat16" in export("older", "--dtype", "bfloat16")
+    assert "'out' exists already" in export("out")
+    assert "cannot write '/proc/x': " in export("/proc/x")
+    assert "there are: 2, 4" in export("new", "--step", "3")
+
+
+NEWEST = "checkpoint 'run/checkpoints/step-00000004' is damaged "
+DAMAGE = {
+    "(manifest.json: No such file or directory)": lambda path: (path / "manifest.json").unlink(),
+    "(manifest.json: Is a directory)": lambda path: replaced_by_a_folder(path / "manifest.json"),
+    "(manifest.json is not whole)": lambda path: os.truncate(path / "manifest.json", 1000),
+    "(pieces-00000.safetensors: No such file or directory)": lambda path: pieces(path).unlink(),
+    "(pieces-00000.safetensors has 5000 bytes instead of": lambda path: os.truncate(pieces(path), 5000),
+    "(pieces-00000.safetensors: the checksum of its header": lambda path: flip(pieces(path), 40),
+    "(pieces-00000.safetensors: the checksum of embedding.master": lambda path: flip(pieces(path), 30_000),
+}
+
+
+def pieces(checkpoint):
+    return checkpoint / "pieces-00000.safetensors"
+
+
+def replaced_by_a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_export_names_a_damaged_checkpoint_and_can_be_tried_again(trained, export, damage):
+    DAMAGE[damage](trained / "step-00000004")
+    assert NEWEST + damage in export("out", "--step", "4")
+    assert not Path("out").exists()
+    assert "step 2 in" in export("out", "--step", "2")
+
+
+def test_export_names_the_newest_where_all_are_damaged(trained, export):
+    for checkpoint in trained.glob("step-*"):
+        pieces(checkpoint).unlink()
+    assert NEWEST in export("out")
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left"), SafetensorError("No space left (os error 28)")]
+)
+def test_an_export_that_cannot_be_written_leaves_nothing_behind(trained, export, monkeypatch, is_new, error):
+    def full(*_, **__):
+        raise error
+
+    if not is_new:
+        Path("out").mkdir()
+    monkeypatch.setattr("ntp.export.save_file", full)
+    assert "cannot write 'out': No space left\n" in export("out")
+    assert [*Path().glob("out/*")] == []
+    assert Path("out").exists() != is_new
+
+
+@pytest.mark.parametrize("section", ["checkpoint: 3", "checkpoint: {dir: 3}", "model: {}"])
+def test_export_needs_no_section_about_checkpoints(trained, export, section):
+    Path("run/resolved.yaml").write_text(section)
+    assert "step 4 in" in export("out")
+
+
+def test_what_a_killed_export_has_left_is_written_over(trained, export):
+    Path("out/.unfinished").mkdir(parents=True)
+    Path("out/.unfinished/model-00001.safetensors.part").touch()
+    assert "step 4 in" in export("out")
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]

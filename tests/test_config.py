@@ -148,6 +148,11 @@ def test_a_file_that_cannot_be_read_is_named(path: str) -> None:
         load_config(path)
 
 
+def test_a_file_without_a_name_is_no_folder() -> None:
+    with pytest.raises(ConfigError, match="no config is named"):
+        load_config("")
+
+
 def test_exponents_without_a_point_are_numbers(tmp_path: Path) -> None:
     path = tmp_path / "lr.yaml"
     path.write_text(TINY.read_text().replace("lr: 3e-3", "lr: 3E-4\n  eps: 1.e-7"))

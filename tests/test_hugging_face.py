@@ -274,6 +274,32 @@ def test_an_export_overwrites_nothing(folder, tmp_path):
         export(tmp_path / "run", tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_an_export_names_the_file_of_the_first_weights_that_it_cannot_read(folder, tmp_path, name):
+    source = damaged_copy(folder("llama"), tmp_path)
+    byte_tokenizer().save(str(source / "tokenizer.json"))
+    run_and_export(configuration("llama", source, stop_after=0), tmp_path)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    (source / name).unlink()
+    (source / name).mkdir()
+    with pytest.raises(HuggingFaceError, match=f"cannot read '{source / name}': Is a directory"):
+        export(tmp_path / "run", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_an_export_has_the_tokenizer_of_the_run_or_names_it(tmp_path):
+    (tmp_path / "mine").mkdir()
+    path = tmp_path / "mine" / "bytes.json"
+    byte_tokenizer().save(str(path))
+    config = configuration("llama", None, stop_after=0)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(path)})})
+    run_and_export(config, tmp_path)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == path.read_bytes()
+    path.unlink()
+    with pytest.raises(HuggingFaceError, match=f"cannot read '{path}': No such file"):
+        export(tmp_path / "run", tmp_path / "again")
+
+
 def test_a_large_model_is_exported_in_several_files(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("ntp.export.FILE_BYTES", 60_000)
     config = configuration("llama", folder("llama"), stop_after=0)

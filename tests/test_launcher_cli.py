@@ -73,6 +73,13 @@ BAD_INPUT = [
     (["--rdzv-backend", "carrier-pigeon", "--rdzv-endpoint", "localhost:0"], "carrier-pigeon"),
     (["--rdzv_endpoint", "host:port"], "host:port"),
     (["--run-dir", "empty.txt/run"], "empty.txt/run"),
+    (["--run-dir", ""], "--run-dir/--run_dir: expected a path, found ''"),
+    (["--run-dir", "empty.txt"], "'empty.txt' is a file, expected a folder"),
+    (["--run-dir", "/dev/null"], "'/dev/null' is a file, expected a folder"),
+    (["--log-dir", ""], "--log-dir/--log_dir: expected a path, found ''"),
+    (["--log-dir", "empty.txt"], "'empty.txt' is a file, expected a folder"),
+    (["--rank-map", ""], "--rank-map/--rank_map: expected a path, found ''"),
+    (["--failed", "@"], "'@'"),
     (["--fialed", "3"], "--fialed"),
     (["--strict"], "--strict"),
     (["--device-memory", "80GiB"], "--device-memory"),
@@ -112,6 +119,11 @@ def test_a_config_that_cannot_be_read_is_named(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert config in said
+
+
+def test_a_config_without_a_name_is_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code([""]) == 2
+    assert capsys.readouterr().err == "ntp-launch: error: argument CONFIG.yaml: expected a path, found ''\n"
 
 
 def exit_code(argv: list[str]) -> int | str | None:

@@ -5,13 +5,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ntp_launcher import heal_cli
 from ntp_launcher.cli import main
+from ntp_launcher.heal import request, take_requests
 
 from tests.test_launcher_agent import is_running, wait
 
@@ -183,6 +184,44 @@ def test_a_device_that_fails_the_probe_stays_out_until_it_is_healed(
     assert code == 0
     assert "rank 3 stays out (its device failed the probe: exit code 1)" in err
     assert summary(tmp_path)["members"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("failed", "asked", "told"),
+    [
+        ([3], "3", "rank 3 is not taking part: its device is looked at, and what is well comes back at"),
+        ([1, 3], "1,3", "ranks 1, 3 are not taking part: their devices are looked at"),
+        ([], "0,2", "ranks 0, 2 are taking part already: nothing to do"),
+        ([3], "3,0", "comes back at a step boundary; rank 0 is taking part already: nothing to do"),
+    ],
+)
+def test_healing_says_what_happens_to_each_rank(
+    failed: list[int],
+    asked: str,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def take(run_dir: Path, ranks: Sequence[int]) -> Path:
+        request(run_dir, ranks)
+        assert take_requests(run_dir) == ranks
+        return run_dir / "taken"
+
+    monkeypatch.setattr(heal_cli, "request", take)
+    (tmp_path / "resolved.yaml").write_text(Path(TINY).read_text())
+    start = {"time": 1.0, "kind": "start", "text": "", "generation": 0, "failed": [2]}
+    events = [start, {**start, "kind": "join", "failed": failed}, {"time": 2.0, "kind": "save", "text": ""}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert heal_cli.main([str(tmp_path), "--ranks", asked]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("ntp-heal: rank")
+    assert told in line
+
+
+def test_the_help_of_healing_tells_of_every_way_to_name_ranks() -> None:
+    said = heal_cli.build_parser().format_help()
+    assert all(way in said for way in ("3,5", "dp=0/tp=3", "@FILE"))
 
 
 def test_healing_a_job_that_does_not_run_is_refused(

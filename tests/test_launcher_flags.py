@@ -86,6 +86,7 @@ def test_slurms_rank_of_a_node_counts_where_the_step_is_the_job() -> None:
         (["--tee", "4"], "'4'"),
         (["--max-restarts", "many"], "'many'"),
         (["--monitor-interval", "0"], "'0'"),
+        (["--monitor-interval", "0.0001"], "'0.0001'"),
         (["--max-restart", "1"], "--max-restart"),
     ],
 )
@@ -119,12 +120,14 @@ def test_options_that_do_not_go_together_are_refused(argv: list[str], offender: 
 def test_ranks_are_cut_into_one_block_per_node() -> None:
     assert block_size(8, 2, None) == 4
     assert block_size(9, 2, None) == 5
-    assert block_size(8, 1, 16) == 16
+    assert block_size(8, 1, 8) == 8
     assert local_ranks(1, 4, {0, 1, 4, 6, 7}) == {4: 0, 6: 2, 7: 3}
     assert local_ranks(0, 4, {4, 5}) == {}
 
 
-@pytest.mark.parametrize(("world", "nnodes", "size"), [(8, 1, 3), (8, 2, 3), (8, 2, 8), (2, 3, None)])
+@pytest.mark.parametrize(
+    ("world", "nnodes", "size"), [(8, 1, 3), (8, 2, 3), (8, 2, 8), (2, 3, None), (8, 1, 9)]
+)
 def test_too_few_places_or_an_idle_node_is_refused(world: int, nnodes: int, size: int | None) -> None:
     with pytest.raises(LaunchError, match=str(world)):
         block_size(world, nnodes, size)

@@ -130,6 +130,15 @@ def test_a_plan_of_512_gpus_takes_a_second_of_processor_time() -> None:
     assert len(memory) == 508
 
 
+def test_a_dry_run_of_40000_ranks_takes_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = ",".join(str(rank) for rank in range(0, 40_000, 8))
+    before = time.process_time()
+    changes = ["--set", "parallel.dp=10000", "--set", "parallel.standbys=5000"]
+    assert main([TINY, "--dry-run", "--failed", failed, *changes]) == 0
+    assert time.process_time() - before < 5
+    assert "40000 processes, 40000 of them with a shard" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [("80GiB", 80 << 30), ("80GB", 80 * 10**9), ("512M", 512 << 20), ("1.5g", 3 << 29)]
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from ntp_launcher import doctor_cli, report_cli
-from ntp_launcher.doctor import disk_verdict, torch_verdict
+from ntp_launcher.doctor import disk_verdict, folder_verdict, torch_verdict
 from ntp_launcher.svg import WIDTH, Series, Span, lines, stacked, timeline
 
 from ntp.config import dump_yaml, load_config
@@ -100,10 +100,49 @@ def label_span(attributes: str, text: str) -> tuple[float, float, float]:
 
 def test_the_doctor_looks_at_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     doctor_cli.main(["--json", "--run-dir", str(tmp_path / "not" / "yet")])
+    assert list(tmp_path.iterdir()) == []
     found = {one["name"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert {"torch", "disk", "host memory", "gloo group"} <= found.keys()
+    assert {"torch", "run directory", "disk", "host memory", "gloo group"} <= found.keys()
     assert "rebuilt in" in found["gloo group"]["found"]
     assert found["torch"]["level"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("file", "it is a file"),
+        ("file/run", "Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("/proc/run", "No such file or directory"),
+    ],
+)
+def test_the_doctor_says_where_no_run_directory_can_be_made(
+    place: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert doctor_cli.main(["--json", "--run-dir", place]) == 1
+    found = {one["name"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found["run directory"]["level"] == "bad"
+    assert found["run directory"]["found"] == f"{place!r} cannot be made or written: {reason}"
+    assert "--run-dir" in found["run directory"]["advice"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_the_doctor_says_where_a_run_directory_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    verdict = folder_verdict(str(tmp_path / "new"))
+    assert (verdict.level, "Permission denied" in verdict.found) == ("bad", True)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def test_a_file_names_one_a_line_with_comments_and_blank_lines(tmp_path: Path) -
         (["٣"], "'٣'"),
         (["9" * 5000], "9999"),
         (["@/no/such/file"], "@/no/such/file"),
+        (["@"], "expected @FILE"),
         (["0,1,2,3,4,5,6,7"], "0, 1, 2, 3, 4, 5, 6, 7"),
     ],
 )

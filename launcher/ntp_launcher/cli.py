@@ -31,6 +31,7 @@ from ntp_launcher.flags import (
 from ntp_launcher.job import Display, Job
 from ntp_launcher.memory_view import parse_memory
 from ntp_launcher.output import complain, output_is_dispensable, table_console
+from ntp_launcher.paths import folder_name, path_name
 from ntp_launcher.placement import block_size
 from ntp_launcher.view import show
 
@@ -64,7 +65,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         description="Plan a training job on the GPUs that are there, and run it.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="the configuration")
+    parser.add_argument("config", type=path_name, metavar="CONFIG.yaml", help="the configuration")
     parser.add_argument(
         "--failed",
         action="append",
@@ -76,6 +77,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rank-map",
         "--rank_map",
+        type=path_name,
         metavar="FILE",
         help="the process rank at each coordinate, a JSON list, as ntp-plan advise writes it",
     )
@@ -87,7 +89,11 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="override a config value, as in train.steps=10",
     )
     parser.add_argument(
-        "--run-dir", "--run_dir", metavar="DIR", help="where results go (default: runs/<time>)"
+        "--run-dir",
+        "--run_dir",
+        type=folder_name,
+        metavar="DIR",
+        help="where results go (default: runs/<time>)",
     )
     parser.add_argument(
         "--resume",

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from ntp.run_directory import RunError, read_config, read_steps, read_summary
+from ntp.run_directory import RunError, read_config
 from ntp_launcher.ending import ending
 from ntp_launcher.flags import OneLineParser
+from ntp_launcher.paths import path_name
+from ntp_launcher.run_files import Line, read_steps, read_summary
 
 _FREE_SECTIONS = ("parallel", "checkpoint", "elastic", "faults", "log")
 _FREE_KEYS = (
@@ -28,8 +30,6 @@ _FREE_KEYS = (
 )
 _STEP_KEYS = ("loss_bits", "grad_norm_bits", "tokens", "lr", "held_out_loss")
 _END_KEYS = ("steps", "weights_sha256", "state_sha256")
-
-Step = Mapping[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,8 +54,8 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(
         prog="ntp-compare", description="Compare losses, hashes and configs of two runs.", allow_abbrev=False
     )
-    parser.add_argument("run_a", metavar="RUN_DIR", help="what ntp-launch wrote")
-    parser.add_argument("run_b", metavar="RUN_DIR", help="the other run")
+    parser.add_argument("run_a", type=path_name, metavar="RUN_DIR", help="what ntp-launch wrote")
+    parser.add_argument("run_b", type=path_name, metavar="RUN_DIR", help="the other run")
     return parser
 
 
@@ -81,7 +81,7 @@ def _config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[
             yield f"config: {key} {json.dumps(a.get(key))} and {json.dumps(b.get(key))}"
 
 
-def _gaps(a: Path, b: Path, steps_a: Mapping[int, Step], steps_b: Mapping[int, Step]) -> Iterator[str]:
+def _gaps(a: Path, b: Path, steps_a: Mapping[int, Line], steps_b: Mapping[int, Line]) -> Iterator[str]:
     """Steps that one run has and the other, which began before, has not."""
     for path, mine, others in ((a, steps_a, steps_b), (b, steps_b, steps_a)):
         if not mine and others:
@@ -105,7 +105,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _steps(run: Path) -> dict[int, Step]:
+def _steps(run: Path) -> dict[int, Line]:
     """The lines of `metrics.jsonl` by step."""
     return {line["step"]: line for line in read_steps(run)}
 

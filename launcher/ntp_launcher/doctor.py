@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
@@ -76,7 +77,10 @@ def _host(run_dir: str) -> Iterator[Finding]:
     yield Finding("warn" if busy else "ok", "processor", f"{cores} cores, load {load:.1f}", advice)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield Finding("ok", "host memory", f"{free / _GIB:.1f} GiB free")
-    yield disk_verdict(run_dir, shutil.disk_usage(_existing(run_dir)).free)
+    place = folder_verdict(run_dir)
+    yield place
+    if place.level == "ok":
+        yield disk_verdict(run_dir, shutil.disk_usage(_existing(run_dir)).free)
     shm = Path("/dev/shm")
     if shm.exists():
         left = shutil.disk_usage(shm).free
@@ -91,13 +95,26 @@ def _host(run_dir: str) -> Iterator[Finding]:
         )
 
 
+def folder_verdict(run_dir: str) -> Finding:
+    """Whether a run directory can be made there and written; what is made to find out is removed."""
+    path, made = Path(run_dir).absolute(), list[Path]()
+    try:
+        made += [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return Finding("ok", "run directory", f"{run_dir!r} can be written")
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        told = f"{run_dir!r} cannot be made or written: {reason}"
+        return Finding("bad", "run directory", told, "give ntp-launch another --run-dir")
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
 def disk_verdict(run_dir: str, free: int) -> Finding:
-    """Whether results can be written, and much of them."""
-    where = _existing(run_dir)
-    if not os.access(where, os.W_OK):
-        return Finding(
-            "bad", "disk", f"{str(where)!r} cannot be written", "give ntp-launch another --run-dir"
-        )
+    """Whether much can be written."""
     small = free < 10 * _GIB
     advice = "a checkpoint takes 12 bytes a parameter; set checkpoint.dir or checkpoint.keep" if small else ""
     return Finding("warn" if small else "ok", "disk", f"{free / _GIB:.1f} GiB free at {run_dir!r}", advice)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from ntp_launcher.doctor import examine
 from ntp_launcher.ending import ending
 from ntp_launcher.flags import OneLineParser
+from ntp_launcher.paths import path_name
 
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 
@@ -41,7 +42,11 @@ def build_parser() -> OneLineParser:
         prog="ntp-doctor", description="Look at this machine and say what will not work.", allow_abbrev=False
     )
     parser.add_argument(
-        "--run-dir", default=".", metavar="DIR", help="where runs are to be written (default: here)"
+        "--run-dir",
+        type=path_name,
+        default=".",
+        metavar="DIR",
+        help="where runs are to be written (default: here)",
     )
     parser.add_argument("--json", action="store_true", help="a JSON object a line")
     return parser

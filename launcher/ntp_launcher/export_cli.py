@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ntp_launcher.ending import ending
-from ntp_launcher.flags import LaunchError, OneLineParser, number
+from ntp_launcher.flags import OneLineParser, number
+from ntp_launcher.paths import path_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,10 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(args: argparse.Namespace) -> int:
     from ntp.export import export  # torch, after the command line is known to be right
 
-    try:
-        step, dtype = export(Path(args.run_dir), Path(args.out), args.step, args.dtype)
-    except OSError as error:
-        raise LaunchError(f"cannot export to {args.out!r}: {error}") from None
+    step, dtype = export(Path(args.run_dir), Path(args.out), args.step, args.dtype)
     sys.stdout.write(f"ntp-export: step {step} in {dtype}, written to {args.out}\n")
     return 0
 
@@ -30,8 +28,8 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(
         prog="ntp-export", description="Write a checkpoint as a Hugging Face folder.", allow_abbrev=False
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
-    parser.add_argument("out", metavar="OUT", help="the folder to write, new or empty")
+    parser.add_argument("run_dir", type=path_name, metavar="RUN_DIR", help="the run directory")
+    parser.add_argument("out", type=path_name, metavar="OUT", help="the folder to write, new or empty")
     parser.add_argument("--step", type=number(0), help="which checkpoint (default: the newest sound one)")
     parser.add_argument(
         "--dtype",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ntp.errors import NtpError
+from ntp_launcher.paths import folder_name
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -98,7 +99,7 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
     add("local_addr", "address under which other nodes reach this one")
     add("max_restarts", "restarts of all workers before the job fails", type=_count, default="0")
     add("monitor_interval", "seconds between looks at the workers", type=_seconds, default="0.1")
-    add("log_dir", "directory of the worker logs (default: RUN_DIR/logs)", metavar="DIR")
+    add("log_dir", "directory of the worker logs (default: RUN_DIR/logs)", metavar="DIR", type=folder_name)
     add("tee", "streams to show: 0 to 3, or LOCAL_RANK:0..3,... (default: the lowest live rank)", type=_tee)
     group.add_argument(
         "--standalone",
@@ -179,8 +180,8 @@ port_number = number(0, 65535)
 
 
 def _seconds(text: str) -> float:
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or float(text) <= 0:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, found {text!r}")
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or float(text) < 0.01:
+        raise argparse.ArgumentTypeError(f"expected seconds of 0.01 or more, found {text!r}")
     return float(text)
 
 

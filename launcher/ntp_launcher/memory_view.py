@@ -75,10 +75,11 @@ def memory_notes(config: Config, memory: tuple[RankMemory, ...], capacity: int |
 
 def _kinds(plan: Plan, memory: tuple[RankMemory, ...]) -> Iterator[tuple[str, int, RankMemory]]:
     """Replicas by degree and load, with the heaviest rank among them; the smallest degree first."""
+    by_rank = {rank.rank: rank for rank in memory}
     alike: dict[tuple[int, int], list[tuple[int, RankMemory]]] = {}
     for replica in plan.replicas:
         key = replica.degree, len(replica.microbatches)
-        alike.setdefault(key, []).append((replica.index, on_replica(memory, replica)))
+        alike.setdefault(key, []).append((replica.index, on_replica(by_rank, replica)))
     for (degree, _), members in sorted(alike.items()):
         heaviest = max((rank for _, rank in members), key=lambda rank: rank.total)
         yield spans([index for index, _ in members]), degree, heaviest

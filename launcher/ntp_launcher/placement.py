@@ -10,12 +10,20 @@ from ntp_launcher.flags import LaunchError
 
 
 def block_size(world_size: int, nnodes: int, nproc_per_node: int | None) -> int:
-    """Base-mesh ranks per node. Raises LaunchError when the nodes have too few places, or a node no rank."""
+    """Base-mesh ranks per node.
+
+    Raises LaunchError when the nodes have too few places, a node has more than all ranks together, or none.
+    """
     size = nproc_per_node or -(-world_size // nnodes)
     if size * nnodes < world_size:
         raise LaunchError(
             f"--nproc-per-node {size} on --nnodes {nnodes} gives {size * nnodes} processes, "
             f"the mesh of the config has {world_size} ranks"
+        )
+    if size > world_size:
+        raise LaunchError(
+            f"--nproc-per-node {size} on one node is more than all {world_size} ranks of the mesh of the "
+            f"config; give {world_size}, or leave it out"
         )
     if size * (nnodes - 1) >= world_size:
         raise LaunchError(

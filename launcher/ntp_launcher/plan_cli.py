@@ -26,6 +26,7 @@ from ntp.topology import parse_failed
 from ntp_launcher.ending import ending
 from ntp_launcher.flags import LaunchError, OneLineParser, number
 from ntp_launcher.output import table_console
+from ntp_launcher.paths import path_name
 from ntp_launcher.plan_plots import check_plots, write_plots
 from ntp_launcher.plan_view import show_advice, show_assumptions, show_prediction, show_result
 
@@ -46,14 +47,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="ntp-plan", description="What failures cost, and which layout loses least.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
     simulate = commands.add_parser("simulate", help="policies against failures of a cluster")
-    simulate.add_argument("study", metavar="CLUSTER.yaml", help="cluster, job, failures and policies")
-    simulate.add_argument("--json", metavar="FILE", help="write the result as JSON")
-    simulate.add_argument("--plots", metavar="DIR", help="write plots (needs matplotlib)")
+    simulate.add_argument(
+        "study", type=path_name, metavar="CLUSTER.yaml", help="cluster, job, failures and policies"
+    )
+    simulate.add_argument("--json", type=path_name, metavar="FILE", help="write the result as JSON")
+    simulate.add_argument("--plots", type=path_name, metavar="DIR", help="write plots (needs matplotlib)")
     advice = commands.add_parser("advise", help="the best layout for a set of failed GPUs")
-    advice.add_argument("--rank-map", metavar="FILE", help="write the rank map for ntp-launch --rank-map")
+    advice.add_argument(
+        "--rank-map", type=path_name, metavar="FILE", help="write the rank map for ntp-launch --rank-map"
+    )
     prediction = commands.add_parser("predict", help="the step time of a job by counting, in parts")
     for command, domain in ((advice, "default: tp"), (prediction, "default: 8")):
-        command.add_argument("config", metavar="CONFIG.yaml", help="the training configuration")
+        command.add_argument(
+            "config", type=path_name, metavar="CONFIG.yaml", help="the training configuration"
+        )
         command.add_argument(
             "--failed", action="append", default=[], metavar="RANKS", help="as ntp-launch --failed"
         )
@@ -64,7 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
             help=f"consecutive ranks that share NVLink ({domain})",
         )
         command.add_argument(
-            "--step", metavar="FILE", help="YAML with the keys of a cluster file's step section"
+            "--step",
+            type=path_name,
+            metavar="FILE",
+            help="YAML with the keys of a cluster file's step section",
         )
     for command in (simulate, advice, prediction):
         command.add_argument(

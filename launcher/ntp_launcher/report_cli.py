@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ntp_launcher.ending import ending
 from ntp_launcher.flags import LaunchError, OneLineParser
+from ntp_launcher.paths import path_name
 from ntp_launcher.report_data import read_run
 from ntp_launcher.report_page import page
 
@@ -34,10 +35,18 @@ def build_parser() -> OneLineParser:
         prog="ntp-report", description="Write one HTML page about runs, with plots.", allow_abbrev=False
     )
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN_DIR", help="what ntp-launch wrote; several are compared"
+        "runs",
+        nargs="+",
+        type=path_name,
+        metavar="RUN_DIR",
+        help="what ntp-launch wrote; several are compared",
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="where the page goes (default: report.html in the first run)"
+        "-o",
+        "--output",
+        type=path_name,
+        metavar="FILE",
+        help="where the page goes (default: report.html in the first run)",
     )
     return parser
 

@@ -1,16 +1,11 @@
 """What a report is made of: a run directory as one value, also of a run that has not ended, or not well."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ntp.config import Config
-from ntp.run_directory import RunError, read_config, read_objects, read_steps, read_summary
-
-_EVENT_KEYS = ("time", "kind", "text")
-
-Line = Mapping[str, Any]
+from ntp.run_directory import RunError, read_config
+from ntp_launcher.run_files import Line, read_events, read_steps, read_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +51,7 @@ def read_run(path: str) -> Run:
     config, steps = read_config(folder), read_steps(folder)
     if not steps:
         raise RunError(f"{path!r} has no committed step in metrics.jsonl: there is nothing to report yet")
-    events = _newest_attempt(tuple(read_objects(folder / "events.jsonl", _EVENT_KEYS)))
+    events = _newest_attempt(tuple(read_events(folder)))
     return Run(folder.resolve().name, config, tuple(steps), events, read_summary(folder))
 
 

@@ -112,7 +112,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
 
 def _saves(told: Line) -> str:
     """How many checkpoints, how fast, and the longest time that training stood still for one."""
-    if not told.get("saves"):
+    if not {"saves", "save_gbytes_s", "longest_stall_s"} <= told.keys():
         return "-"
     return (
         f"{told['saves']} at {told['save_gbytes_s']:.3g} GB/s, stall {told['longest_stall_s']:.3f} s at most"

@@ -141,7 +141,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if _digest(body) != digest:
         raise DamagedError(f"{MANIFEST}: its checksum does not fit")
     if body["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint {checkpoint.name} has format {body['format']}, expected {FORMAT}")
+        raise CheckpointError(
+            f"checkpoint {str(checkpoint)!r} has format {body['format']}, expected {FORMAT}"
+        )
     manifest = Manifest(
         step=body["step"],
         config=body["config"],

@@ -249,4 +249,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         place = f" ({Path(str(error.filename)).name})" if error.filename else ""
         return f"{error.strerror}{place}"
+    if isinstance(error, CheckpointError):
+        return str(error)
     return f"{type(error).__name__}: {error}"

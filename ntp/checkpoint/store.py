@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from ntp.checkpoint.manifest import MANIFEST
@@ -35,8 +35,8 @@ class CheckpointStore:
         return self.directory / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a complete folder, ascending."""
-        return sorted(int(match[1]) for name in self._names() if (match := _NAME.fullmatch(name)))
+        """Steps that have a complete folder, ascending. CheckpointError where they may not be listed."""
+        return _steps_in(self._names())
 
     def unfinished(self) -> list[str]:
         """Folders that a killed save or removal has left."""
@@ -78,12 +78,14 @@ class CheckpointStore:
 
         Returns:
             Where checkpoints of another run have been moved to, if there were any.
+
+        Raises OSError where they cannot be found or moved.
         """
         if checkpoint is not None and checkpoint.resolve().parent == self.directory.resolve():
             if self.latest() != _step_of(checkpoint):
                 self._point_at(checkpoint)
             return None
-        steps = self.steps()
+        steps = _steps_in(self._folders())
         if not steps:
             return None
         (self.directory / LATEST).unlink(missing_ok=True)
@@ -142,9 +144,24 @@ class CheckpointStore:
         """A name that nobody has used."""
         return self.directory / f"{self.path(step).name}.{secrets.token_hex(4)}.{suffix}"
 
-    def _names(self) -> Iterator[str]:
-        if self.directory.is_dir():
-            yield from (entry.name for entry in self.directory.iterdir())
+    def _names(self) -> list[str]:
+        """`_folders`; CheckpointError where they may not be listed."""
+        try:
+            return self._folders()
+        except OSError as error:
+            where = f"the checkpoints in {str(self.directory)!r}"
+            raise CheckpointError(f"cannot read {where}: {error.strerror}") from None
+
+    def _folders(self) -> list[str]:
+        """The names of the folders in the directory: a plain file is no checkpoint, whatever its name."""
+        try:
+            return [entry.name for entry in self.directory.iterdir() if entry.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+def _steps_in(names: Iterable[str]) -> list[int]:
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
 def _step_of(path: Path) -> int:

@@ -8,7 +8,7 @@ moments of the old layout while state moves to another. Gradients and activation
 take more: 8B from TP4 to TP3 needs 59.8 GiB for the move and 77.4 for its steps, by these sizes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ntp.config import Config
@@ -55,31 +55,60 @@ class RankMemory:
 
 def estimate(config: Config, plan: Plan) -> tuple[RankMemory, ...]:
     """The memory of every rank that holds a shard, in mesh order."""
-    return tuple(
-        rank for place in range(len(plan.replicas)) for rank in estimate_replica(config, plan, place)
-    )
+    common = _Common(config, plan)
+    return tuple(rank for place in range(len(plan.replicas)) for rank in common.of_replica(place))
 
 
 def estimate_replica(config: Config, plan: Plan, place: int) -> Iterator[RankMemory]:
     """The memory of the ranks of the replica at this place of the plan."""
-    specs, replica, holders = parameter_specs(config.model), plan.replicas[place], len(plan.replicas)
-    width = 2 if config.train.dtype == "bfloat16" else FLOAT
-    held, kept = _sizes(specs), _kept(specs, place, holders, plan.copies)
-    folds = [fold_of(other.groups, plan.groups) for other in plan.replicas]
-    nodes, depth = [len(fold.nodes) for fold in folds], folds[place].depth
-    for position, rank in enumerate(replica.members):
-        mine = _elements(held, replica, position)
-        slices = _elements(kept, replica, position)
-        flights = nodes[place] * plan.copies * mine + sum(nodes) * slices  # all buckets, own share too
-        yield RankMemory(
-            rank,
-            parameters=mine * width,
-            gradients=mine * FLOAT * depth,
-            optimizer=slices * FLOAT * 4,
-            exchange=flights * FLOAT if holders > 1 else 0,
-            activations=_activations(config, replica, position, width),
-            reserved=0 if config.train.device == "cpu" else RESERVED_BYTES,
-        )
+    return _Common(config, plan).of_replica(place)
+
+
+class _Common:
+    """What all replicas of a plan have in common, counted once."""
+
+    def __init__(self, config: Config, plan: Plan):
+        specs = parameter_specs(config.model)
+        self._config, self._plan, self._held = config, plan, _sizes(specs)
+        self._folds = [fold_of(replica.groups, plan.groups) for replica in plan.replicas]
+        self._nodes = sum(len(fold.nodes) for fold in self._folds)
+        self._specs = [(spec, spec.unit_elements) for spec in specs]
+        self._shares: dict[tuple[int, int], int] = {}
+
+    def of_replica(self, place: int) -> Iterator[RankMemory]:
+        """The memory of the ranks of one replica."""
+        config, plan, replica = self._config, self._plan, self._plan.replicas[place]
+        width = 2 if config.train.dtype == "bfloat16" else FLOAT
+        kept, fold = self._kept(place), self._folds[place]
+        for position, rank in enumerate(replica.members):
+            mine = _elements(self._held, replica, position)
+            slices = _elements(kept, replica, position)
+            flights = (
+                len(fold.nodes) * plan.copies * mine + self._nodes * slices
+            )  # all buckets, own share too
+            yield RankMemory(
+                rank,
+                parameters=mine * width,
+                gradients=mine * FLOAT * fold.depth,
+                optimizer=slices * FLOAT * 4,
+                exchange=flights * FLOAT if len(plan.replicas) > 1 else 0,
+                activations=_activations(config, replica, position, width),
+                reserved=0 if config.train.device == "cpu" else RESERVED_BYTES,
+            )
+
+    def _kept(self, place: int) -> _Sizes:
+        """The part of `_sizes` whose optimizer state the replica at `place` keeps, in whole blocks.
+
+        What it keeps of a unit depends on the unit's size and on its turn, which few parameters have alone.
+        """
+        sizes: _Sizes = {}
+        holders = len(self._plan.replicas)
+        for spec, elements in self._specs:
+            turn = elements, (place + spec.index) % holders
+            if turn not in self._shares:
+                self._shares[turn] = _kept_of_unit(spec, place, holders, self._plan.copies)
+            sizes[spec.kind] = sizes.get(spec.kind, 0) + self._shares[turn]
+        return sizes
 
 
 def smallest_degree(config: Config, capacity: int) -> int | None:
@@ -113,14 +142,10 @@ def _sizes(specs: tuple[ParameterSpec, ...]) -> _Sizes:
     return sizes
 
 
-def _kept(specs: tuple[ParameterSpec, ...], place: int, holders: int, copies: int) -> _Sizes:
-    """The part of `_sizes` whose optimizer state the replica at `place` keeps, in whole blocks."""
-    sizes: _Sizes = {}
-    for spec in specs:
-        for owner in kept_places(place, holders, copies):
-            start, stop = slice_of(spec, owner, holders)
-            sizes[spec.kind] = sizes.get(spec.kind, 0) + count_units(stop - start, BLOCK) * BLOCK
-    return sizes
+def _kept_of_unit(spec: ParameterSpec, place: int, holders: int, copies: int) -> int:
+    """Elements of a unit whose optimizer state the replica at `place` keeps, in whole blocks."""
+    slices = (slice_of(spec, owner, holders) for owner in kept_places(place, holders, copies))
+    return sum(count_units(stop - start, BLOCK) * BLOCK for start, stop in slices)
 
 
 def _elements(sizes: _Sizes, replica: Replica, position: int) -> int:
@@ -173,7 +198,6 @@ def _recomputable_per_token(config: Config, kv: int, width: int) -> Iterator[int
     yield kv * queries * FLOAT  # row statistics
 
 
-def on_replica(memory: tuple[RankMemory, ...], replica: Replica) -> RankMemory:
-    """The rank of a replica that needs most."""
-    members = set(replica.members)
-    return max((rank for rank in memory if rank.rank in members), key=lambda rank: rank.total)
+def on_replica(memory: Mapping[int, RankMemory], replica: Replica) -> RankMemory:
+    """The rank of a replica that needs most, of the memory by rank."""
+    return max((memory[rank] for rank in replica.members), key=lambda rank: rank.total)
