@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from ntp_launcher.cli import main
+from ntp_launcher.job import previous_run
 
 from ntp.checkpoint.manifest import read_manifest
+from ntp.config import dump_yaml, load_config
 from tests.agents import Agents
 from tests.checkpoints import flip
 
@@ -121,6 +123,17 @@ def test_a_run_that_ended_before_its_summary_gets_one_with_the_loss_of_its_last_
     was, now = (json.loads((run / "summary.json").read_text()) for run in (finished, copy))
     for key in ("steps", "loss", "loss_bits", "weights_sha256", "state_sha256"):
         assert was[key] == now[key]
+
+
+def test_auto_passes_over_a_run_whose_checkpoints_cannot_be_read(finished, tmp_path):
+    for name in ("older", "newer"):
+        shutil.copytree(finished, tmp_path / name)
+    config = load_config(tmp_path / "older" / "resolved.yaml")
+    assert previous_run(config, tmp_path) == tmp_path / "older"  # by name
+    nowhere = config.checkpoint.model_copy(update={"dir": "x" * 300})
+    unreadable = config.model_copy(update={"checkpoint": nowhere})
+    (tmp_path / "older" / "resolved.yaml").write_text(dump_yaml(unreadable))
+    assert previous_run(config, tmp_path) == tmp_path / "newer"
 
 
 def test_every_node_hears_what_cannot_be_resumed_or_is_done(copy, tmp_path):

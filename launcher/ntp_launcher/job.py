@@ -6,14 +6,14 @@ The run directory gets `resolved.yaml` and `plan.json` before any worker starts,
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ntp.checkpoint.store import CheckpointStore, checkpoint_directory
 from ntp.config import Config, dump_yaml, load_config
-from ntp.errors import ConfigError
+from ntp.errors import NtpError
 from ntp.plan import Plan
 from ntp_launcher.flags import LaunchError
 
@@ -68,13 +68,11 @@ def proposed_run_dir(job: Job) -> str:
 def previous_run(config: Config, runs: Path) -> Path | None:
     """The newest run directory below `runs` that has a checkpoint of a model of this shape."""
     for run_dir in sorted(runs.glob("*"), key=lambda path: path.name, reverse=True):
-        try:
+        with suppress(NtpError):  # not a run, or not ours to read
             saved = load_config(run_dir / "resolved.yaml")
-        except ConfigError:
-            continue
-        directory = checkpoint_directory(saved, run_dir)
-        if saved.model == config.model and CheckpointStore(directory).steps():
-            return run_dir
+            steps = CheckpointStore(checkpoint_directory(saved, run_dir)).steps()
+            if saved.model == config.model and steps:
+                return run_dir
     return None
 
 
