@@ -72,10 +72,7 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str | None 
     with _filling(out) as folder:
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        try:
-            _write_weights(folder, _tensors(checkpoint, manifest, model, DTYPES[dtype]))
-        except DamagedError as damage:
-            raise _of(checkpoint, damage) from None
+        _write_weights(folder, _tensors(checkpoint, manifest, model, DTYPES[dtype]))
     return manifest.step, dtype
 
 
@@ -154,7 +151,10 @@ def _tensors(
     checkpoint: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     for spec in parameter_specs(model):
-        stored = read_tensor(checkpoint, manifest, f"{spec.name}.master")
+        try:
+            stored = read_tensor(checkpoint, manifest, f"{spec.name}.master")
+        except DamagedError as damage:
+            raise _of(checkpoint, damage) from None
         for name, values in logical_tensors(spec, stored):
             yield name, values.to(dtype).contiguous()
 
