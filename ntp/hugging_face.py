@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -75,8 +76,8 @@ class Weights:
             weights._places = dict.fromkeys(weights._file(SINGLE).keys(), SINGLE)
             return weights
         places = read_json(index).get("weight_map")
-        if not isinstance(places, dict):
-            raise HuggingFaceError(f"{str(index)!r} has no weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise HuggingFaceError(f"{str(index)!r} has no weight_map from tensors to files")
         weights = cls(folder, places)
         for name, file in places.items():
             if name not in weights._file(file).keys():  # noqa: SIM118 - not a mapping
@@ -155,7 +156,7 @@ class Weights:
             path = self._folder / name
             try:
                 self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 reason = _file_systems_word(path) or str(error)
                 raise HuggingFaceError(f"cannot read weights {str(path)!r}: {reason}") from None
         return self._files[name]
@@ -167,6 +168,8 @@ def _file_systems_word(path: Path) -> str:
         path.open("rb").close()
     except OSError as error:
         return error.strerror or str(error)
+    except ValueError as error:  # a name with a NUL byte
+        return str(error)
     return ""
 
 
@@ -177,6 +180,26 @@ class _Key:
     theirs: str
     ours: str
     default: Any
+
+
+class _Described(BaseModel):
+    """The types of what is read of a `config.json`; null is as good as missing."""
+
+    model_config = ConfigDict(strict=True)
+
+    architectures: list[str] | None = None
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    vocab_size: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    rms_norm_eps: PositiveFloat = 1e-6
+    tie_word_embeddings: bool = False
+    rope_theta: PositiveFloat = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
 
 
 _KEYS = (
@@ -218,10 +241,16 @@ def model_settings(folder: Path) -> dict[str, Any]:
     """
     config = read_json(folder / CONFIG)
     kind = config.get("model_type")
-    if kind not in _ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
         raise HuggingFaceError(
             f"{str(folder / CONFIG)!r}: model_type {kind!r} is not one of {', '.join(_ARCHITECTURES)}"
         )
+    try:
+        _Described.model_validate(config)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise HuggingFaceError(f"{str(folder / CONFIG)!r}: {key}: {first['msg']}") from None
     for name in config.get("architectures") or [_ARCHITECTURES[kind]]:
         if name != _ARCHITECTURES[kind]:
             raise HuggingFaceError(f"{str(folder / CONFIG)!r}: architecture {name} is not known")

@@ -11,6 +11,7 @@ each other: `GENERATION` belongs to the coordinator, a key that ends in a rank t
 | `arrived/<generation>` | workers     | a counter: processes that have come to the start of the generation |
 | `started`              | reporter    | the last step before this run: 0, or that of the checkpoint        |
 | `refused`              | workers     | why the run cannot begin with the state that was asked for         |
+| `failure/<rank>`       | worker      | the error that it ends by, should its log have no room for it      |
 | `metrics/<step>`       | reporter    | a line of `metrics.jsonl`; written again after a loss, read once   |
 | `recovery/<generation>`| reporter    | `RecoveryTimes`                                                    |
 | `finished`             | reporter    | the worker's part of `summary.json`; the job is complete           |
@@ -48,6 +49,11 @@ def metrics_key(step: int) -> str:
 def recovery_key(generation: int) -> str:
     """Where the workers' part of a recovery's times is."""
     return f"recovery/{generation}"
+
+
+def failure_key(rank: int) -> str:
+    """Where a worker leaves the error that it ends by."""
+    return f"failure/{rank}"
 
 
 def snapshot_directory(run_dir: Path) -> Path:

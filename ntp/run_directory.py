@@ -7,7 +7,8 @@ import json
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -80,9 +81,8 @@ class Metrics(LineFile):
     def __init__(self, run_dir: Path, step: int = 0):
         path = run_dir / METRICS
         kept = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(path)
+        with replacing({path: "".join(kept)}):
+            pass
         self.before: dict[str, Any] | None = json.loads(kept[-1]) if kept else None
         super().__init__(path)
 
@@ -159,10 +159,24 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 def write_json(path: Path, values: dict[str, object]) -> None:
     """Replace `path` in one step, so that no reader sees half a file."""
-    temporary = path.with_suffix(".tmp")
+    with replacing({path: json.dumps(values, indent=1) + "\n"}):
+        pass
+
+
+@contextmanager
+def replacing(texts: Mapping[Path, str]) -> Iterator[None]:
+    """Files get a new text, each in one step, at the end; where the disk has no room for all, none does.
+
+    What the context does happens when everything is written and nothing replaced. Raises OSError.
+    """
+    drafts = {path: path.with_suffix(".tmp") for path in texts}
     try:
-        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)  # noqa: PTH105 - the atomic form
+        for path, text in texts.items():
+            drafts[path].write_text(text, encoding="utf-8")
+        yield
+        for path, draft in drafts.items():
+            os.replace(draft, path)  # noqa: PTH105 - the atomic form
     except OSError:
-        temporary.unlink(missing_ok=True)
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
         raise

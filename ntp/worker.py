@@ -28,7 +28,7 @@ from ntp.injector import FaultyWatch
 from ntp.life import Job, Life
 from ntp.plan import Plan
 from ntp.process_groups import connect, joined_generation, load_nccl
-from ntp.protocol import Phase
+from ntp.protocol import Phase, failure_key
 from ntp.rehearsal import rehearse, roles
 
 
@@ -84,7 +84,8 @@ def main() -> int:
     try:
         _work()
     except NtpError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        with suppress(OSError):  # a full disk; the launcher has it too
+            sys.stderr.write(f"{_in_short(error)}\n")
         return 1
     return 0
 
@@ -130,6 +131,9 @@ def _work() -> None:
 
     try:
         Life(job, control, join).run()
+    except NtpError as error:
+        control.put(failure_key(here.rank), _in_short(error))
+        raise
     finally:
         control.close()
 
@@ -140,6 +144,10 @@ def _rehearse(here: Surroundings, failed: set[int], job: Job) -> None:
     for role in roles(here.config, failed, here.rank):
         if not rehearse(here.config, role, job.datasets, job.device):
             _log.warning("rank %d has no room to rehearse degree %d", here.rank, role.degree)
+
+
+def _in_short(error: NtpError) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _say(line: str) -> None:

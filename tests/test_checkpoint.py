@@ -91,6 +91,20 @@ def test_the_newest_are_kept(data, tmp_path):
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000004\n"
 
 
+def test_an_old_one_that_may_not_be_removed_costs_no_save(data, tmp_path, monkeypatch):
+    remove = CheckpointStore._remove
+
+    def refused(store, path):
+        if path.name == "step-00000001":
+            raise PermissionError(13, "Permission denied", str(path))
+        remove(store, path)
+
+    monkeypatch.setattr(CheckpointStore, "_remove", refused)
+    run = train(saving_config(every=1, keep=1), data, tmp_path)
+    assert not any("failed" in line for line in run.said)
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [1, 4]
+
+
 def test_a_run_that_goes_back_saves_over_the_future_it_left(data, whole, tmp_path):
     train(saving_config(every=1, keep=0), data, tmp_path)
     store = CheckpointStore(tmp_path / "checkpoints")

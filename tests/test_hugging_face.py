@@ -179,6 +179,13 @@ REFUSALS = {
     "hidden_act='gelu' is not supported": {"hidden_act": "gelu"},
     "rope type 'yarn' is not supported": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
     "model.num_key_value_heads is 4 in the config and 2 in": {"num_key_value_heads": 2},
+    "model_type ['llama'] is not one of": {"model_type": ["llama"]},
+    "num_attention_heads: Input should be greater than 0": {"num_attention_heads": 0, "head_dim": None},
+    "num_attention_heads: Input should be a valid integer": {"num_attention_heads": "8"},
+    "hidden_size: Input should be a valid integer": {"hidden_size": None},
+    "architectures: Input should be a valid list": {"architectures": "LlamaForCausalLM"},
+    "rope_scaling: Input should be a valid dictionary": {"rope_scaling": "yarn"},
+    "rope_parameters: Input should be a valid dictionary": {"rope_parameters": [1]},
 }
 
 
@@ -255,8 +262,20 @@ def test_a_lost_or_broken_file_is_named(folder, tmp_path):
         our_logits(configuration("llama", tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("file", [5, None, "weights\0"])
+def test_an_index_that_names_no_files_is_refused(folder, tmp_path, file):
+    source = damaged_copy(folder("llama", shards=True), tmp_path)
+    index = source / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = file
+    index.write_text(json.dumps(content))
+    with pytest.raises(HuggingFaceError, match=r"weight_map|null byte"):
+        our_logits(configuration("llama", source))
+
+
 def test_both_spellings_of_the_rope_settings_are_read(tmp_path):
     base = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    base |= {"intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 257}
     old = base | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **ROPE}}
     new = base | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **ROPE}}
     settings = []

@@ -17,10 +17,11 @@ ROOT = Path(__file__).parent.parent
 STEPS = 150
 SETTINGS = (f"train.steps={STEPS}", "train.global_batch=4", "train.seq_len=16", "checkpoint.every=0")
 MESH = ("parallel.dp=1", "parallel.tp=1")
+ENDS_SOON = ("checkpoint.every=2", "train.stop_after=12")
 
 
-def start(run_dir, log_dir):
-    values = [part for setting in (*SETTINGS, *MESH) for part in ("--set", setting)]
+def start(run_dir, log_dir, *settings):
+    values = [part for setting in (*SETTINGS, *MESH, *settings) for part in ("--set", setting)]
     command = [sys.executable, "-m", "ntp_launcher", str(ROOT / "configs" / "tiny-cpu.yaml"), *values]
     where = ["--run-dir", str(run_dir), "--log-dir", str(log_dir)]
     path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "launcher"))
@@ -66,3 +67,16 @@ def test_a_disk_that_fills_during_a_run_costs_no_step_and_is_told(tmp_path, is_f
             assert steps == [*range(1, len(steps) + 1)]
             last = said.splitlines()[-1]
             assert "the run is complete, but summary.json cannot be written: No space left on device" in last
+
+
+def test_a_last_save_that_finds_no_room_is_told_although_no_log_has_any(tmp_path):
+    with mounted(tmp_path / "disk", "-o", "size=1M"):
+        fill(tmp_path / "disk" / "filler")
+        where = f"checkpoint.dir={tmp_path / 'disk' / 'checkpoints'}"
+        process = start(tmp_path / "run", tmp_path / "disk" / "logs", where, *ENDS_SOON)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    assert "Traceback" not in said
+    assert "checkpoint of step 2 failed, training goes on: rank 0: No space left on device" in said
+    last = said.splitlines()[-1]
+    assert "the last checkpoint, of step 12, failed: rank 0: No space left on device" in last

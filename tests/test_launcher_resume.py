@@ -5,15 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from ntp_launcher.cli import main
-from ntp_launcher.job import previous_run
+from ntp_launcher.agent import MeshAgent
+from ntp_launcher.cli import build_parser, main
+from ntp_launcher.flags import LaunchError
+from ntp_launcher.job import Job, describe_job, previous_run
 
 from ntp.checkpoint.manifest import read_manifest
 from ntp.config import dump_yaml, load_config
+from ntp.plan import make_plan
 from tests.agents import Agents
 from tests.checkpoints import flip
 
@@ -49,6 +52,11 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def copy(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
+
+
+def job_of(args):
+    config = load_config(args.config, args.set)
+    return Job(config, make_plan(config), args.run_dir, {}, resume=args.resume)
 
 
 def contents(run_dir):
@@ -123,6 +131,103 @@ def test_a_run_that_ended_before_its_summary_gets_one_with_the_loss_of_its_last_
     was, now = (json.loads((run / "summary.json").read_text()) for run in (finished, copy))
     for key in ("steps", "loss", "loss_bits", "weights_sha256", "state_sha256"):
         assert was[key] == now[key]
+
+
+def dangling(run_dir):
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").symlink_to(run_dir / "a disk that is not there")
+
+
+def circular(run_dir):
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").symlink_to("checkpoints")
+
+
+def a_file(run_dir):
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").touch()
+
+
+def garbage(run_dir):
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("garbage\n")
+
+
+def not_text(run_dir):
+    (run_dir / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+
+
+DAMAGE = {
+    dangling: "checkpoints': No such file",
+    circular: "checkpoints': Too many levels",
+    a_file: "checkpoints': Not a directory",
+    garbage: "metrics.jsonl' is not what a run writes: line 5",
+    not_text: "metrics.jsonl': it is not UTF-8",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("what", ["auto", "4"])
+def test_what_stands_in_the_way_is_named_and_stays_as_it_is(copy, capsys, damage, what):
+    damage(copy)
+    (copy / "summary.json").unlink()
+    with nothing_changes(copy):
+        assert main([*options(copy), "--resume", what, "--set", "train.steps=6"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert DAMAGE[damage] in told
+
+
+@pytest.mark.parametrize("what", ["9" * 5000, "\u0664", "x" * 300, "a\0b", "nowhere"])
+def test_what_names_no_checkpoint_is_refused_in_a_line(copy, capsys, what):
+    with nothing_changes(copy):
+        assert main([*options(copy), "--resume", what]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_new_run_takes_earlier_checkpoints_away_before_anything_of_it_exists(copy, monkeypatch):
+    """It is stopped at the first chance, and what it is resumed from must not be the other run's."""
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ntp_launcher.agent.describe_job", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        launch_here(copy)
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["earlier-1"]
+    assert not (copy / "metrics.jsonl").exists()
+
+
+def launch_here(run_dir):
+    job = job_of(build_parser({}).parse_args([*options(run_dir), "--set", "train.seed=1"]))
+    agent = object.__new__(MeshAgent)
+    agent.run_dir, agent._job, agent._attempt, agent._locked = run_dir, job, 0, ExitStack()
+    with agent._locked:
+        agent._take_run_dir()
+
+
+def test_a_copy_of_a_checkpoint_under_another_name_is_gone_on_with(finished, copy):
+    checkpoint(copy, 2).rename(copy / "checkpoints" / "best")
+    code, out, err = launch(copy, "--resume", str(copy / "checkpoints" / "best"))
+    assert code == 0, out + err
+    was, now = (json.loads((run / "summary.json").read_text()) for run in (finished, copy))
+    assert was["state_sha256"] == now["state_sha256"]
+    assert (copy / "checkpoints" / "latest").read_text() == "step-00000004\n"
+
+
+def test_a_full_disk_leaves_the_earlier_description(copy, monkeypatch):
+    job = job_of(build_parser({}).parse_args([*options(copy), "--set", "train.seed=1"]))
+    write_text, written = Path.write_text, []
+
+    def full(path, *arguments, **named):
+        if written:
+            raise OSError(28, "No space left on device", str(path))
+        written.append(path)
+        return write_text(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with nothing_changes(copy), pytest.raises(LaunchError, match="No space left"):
+        describe_job(job, copy)
 
 
 def test_auto_passes_over_a_run_whose_checkpoints_cannot_be_read(finished, tmp_path):

@@ -45,14 +45,14 @@ from ntp_launcher.environment import Rendezvous
 from ntp_launcher.events import End
 from ntp_launcher.failure import failure_report
 from ntp_launcher.flags import LaunchError, Nodes, NothingToDoError
-from ntp_launcher.job import Job, clear_run_dir, describe_job, make_run_dir, proposed_run_dir
+from ntp_launcher.job import Job, describe_job, make_run_dir, proposed_run_dir
 from ntp_launcher.late import EndedError, LateRendezvous, running_job
 from ntp_launcher.mail import Post
 from ntp_launcher.node import LeaderLostError, Node
 from ntp_launcher.outcome import ExitCode
 from ntp_launcher.output import complain
 from ntp_launcher.placement import block_size, local_ranks, node_ranks
-from ntp_launcher.resumption import check_resumption
+from ntp_launcher.resumption import take_over
 from ntp_launcher.run_lock import locked
 from ntp_launcher.signals import ending_signals, held
 
@@ -116,9 +116,10 @@ class MeshAgent(SimpleElasticAgent):
         claims = self._board.exchange("claim", claim)
         try:
             places = self._take_block(claims, group_rank)
-        except NtpError as error:
-            said = f"node {self._post.node} refused the job: {error}" if error.exit_code else str(error)
-            self._board.post("control", {"refused": said, "code": error.exit_code})
+        except (NtpError, OSError) as error:
+            code = getattr(error, "exit_code", LaunchError.exit_code)
+            said = f"node {self._post.node} refused the job: {error}" if code else str(error)
+            self._board.post("control", {"refused": said, "code": code})
             self._leave(self._board)
             raise
         world = job.config.parallel.world_size
@@ -150,10 +151,8 @@ class MeshAgent(SimpleElasticAgent):
         """
         self._locked.enter_context(locked(self.run_dir))
         if self._attempt == 0:
-            check_resumption(self._job, self.run_dir)
-        is_new = self._job.resume is None and self._attempt == 0
-        if is_new and clear_run_dir(self.run_dir):
-            complain("ntp-launch", f"the results of an earlier run in {str(self.run_dir)!r} are replaced")
+            for line in take_over(self._job, self.run_dir):
+                complain("ntp-launch", line)
         if self._job.resume is None or not is_run(self.run_dir):
             describe_job(self._job, self.run_dir)
 

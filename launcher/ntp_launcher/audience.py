@@ -18,6 +18,7 @@ from ntp_launcher.progress import RECOVERY_PARTS, Happening, Progress, Snapshot
 
 _LOOK_S = 0.5  # between two drawings: a faster one is no easier to read
 EVENTS = "events.jsonl"
+_FAILED = " failed, "  # of a save, as `ntp.checkpoint.save` tells it
 
 
 class Listener:
@@ -83,7 +84,8 @@ class Audience:
     def noted(self, notes: Iterable[str]) -> None:
         """What the workers have to say."""
         for note in notes:
-            self._happen("save" if note.startswith("checkpoint") else "note", note)
+            is_save = note.startswith("checkpoint")
+            self._happen("warning" if is_save and _FAILED in note else "save" if is_save else "note", note)
 
     def recovered(self, change: Mapping[str, Any]) -> None:
         """The times of a change of membership are known (as in `summary.json`)."""

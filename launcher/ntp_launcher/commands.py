@@ -5,22 +5,22 @@ This module imports nothing that takes time.
 """
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 
-def _command(module: str) -> Callable[[], int]:
+def _command(module: str) -> Callable[..., int]:
     """Runs `main` of a module of this package."""
 
-    def run() -> int:
+    def run(argv: Sequence[str] | None = None) -> int:
         before = signal.getsignal(signal.SIGINT)
         if before is signal.SIG_IGN:  # started with `nohup` or in the background
-            return import_module(module, __package__).main()
+            return import_module(module, __package__).main(argv)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         main = import_module(module, __package__).main
         signal.signal(signal.SIGINT, before)
         try:
-            return main()
+            return main(argv)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 

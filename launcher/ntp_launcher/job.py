@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ntp.checkpoint.store import CheckpointStore, checkpoint_directory
+from ntp.checkpoint.store import CheckpointStore, checkpoint_directory, named_step
 from ntp.config import Config, dump_yaml, load_config
 from ntp.errors import NtpError
 from ntp.plan import Plan
+from ntp.run_directory import replacing
 from ntp_launcher.flags import LaunchError
 
 _TOLD = ("metrics.jsonl", "events.jsonl", "summary.json", "tensorboard/events.out.tfevents.*")
@@ -57,7 +58,7 @@ class Job:
 
 def proposed_run_dir(job: Job) -> str:
     """`runs/<time>`, in local time, to the millisecond; to go on, the newest run of this model that can."""
-    if job.resume is not None and (job.resume == "auto" or job.resume.isdecimal()):
+    if job.resume is not None and (job.resume == "auto" or named_step(job.resume) is not None):
         previous = previous_run(job.config, Path("runs"))
         if previous is not None:
             return str(previous)
@@ -84,16 +85,22 @@ def make_run_dir(path: str) -> Path:
     return run_dir
 
 
-def clear_run_dir(run_dir: Path) -> bool:
-    """Removes what an earlier run has told of itself; whether there was any. Raises LaunchError.
+def clear_run_dir(run_dir: Path, checkpoints: Path) -> Iterator[str]:
+    """Takes what an earlier run has left out of the way, and says of what there was. Raises LaunchError.
 
-    Its checkpoints stay, and so do its logs until a rank writes its own.
+    Its checkpoints go first: whatever stops this, no later `--resume` can take them for the new run's. Its
+    logs stay until a rank writes its own.
     """
+    with writing(str(checkpoints)):
+        away = CheckpointStore(checkpoints).belong_to(None)
+    if away is not None:
+        yield f"checkpoints of an earlier run have been moved to {str(away)!r}"
     told = [path for pattern in _TOLD for path in run_dir.glob(pattern)]
     with writing(str(run_dir)):
         for path in told:
             path.unlink(missing_ok=True)
-    return bool(told)
+    if told:
+        yield f"the results of an earlier run in {str(run_dir)!r} are replaced"
 
 
 def describe_job(job: Job, run_dir: Path) -> None:
@@ -102,9 +109,12 @@ def describe_job(job: Job, run_dir: Path) -> None:
     The summary of a run that this one goes on from is removed: it must not pass for this one's.
     """
     with writing(str(run_dir)):
-        (run_dir / "summary.json").unlink(missing_ok=True)
-        (run_dir / "resolved.yaml").write_text(dump_yaml(job.config), encoding="utf-8")
-        (run_dir / "plan.json").write_text(json.dumps(job.plan.to_json(), indent=1) + "\n", encoding="utf-8")
+        drafts = {
+            run_dir / "resolved.yaml": dump_yaml(job.config),
+            run_dir / "plan.json": json.dumps(job.plan.to_json(), indent=1) + "\n",
+        }
+        with replacing(drafts):
+            (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from ntp.protocol import FINISHED, GENERATION, REFUSED, Generation
+from ntp.protocol import FINISHED, GENERATION, REFUSED, Generation, failure_key
 from ntp_launcher.audience import Audience
 from ntp_launcher.coordinator import Rules, State, Status, begin, react
 from ntp_launcher.events import (
@@ -161,7 +161,7 @@ class Leader:
         for node in self._state.sessions:
             for letter in self._agents[node].inbox.take():
                 assert isinstance(letter, (WorkerExited, ProbeDone, AgentLost))
-                events.append(letter)
+                events.append(self._with_reason(letter))
         events += self._lookout.look(self._state)
         now = time.monotonic()
         if now - self._requests_at > _REQUESTS_S:
@@ -170,6 +170,12 @@ class Leader:
             events += [HealRequested(tuple(ranks))] if ranks else []
             self._listen()
         return [*events, *self._grant()]
+
+    def _with_reason(self, letter: WorkerExited | ProbeDone | AgentLost) -> Event:
+        """An exit of which no log tells, on a full disk, has the reason that the worker put in the store."""
+        if isinstance(letter, WorkerExited) and letter.code > 0 and not letter.error:
+            return replace(letter, error=take(self._store, failure_key(letter.rank)) or "")
+        return letter
 
     def _listen(self) -> None:
         """Hears late agents that have come to the door."""

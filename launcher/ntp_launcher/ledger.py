@@ -161,11 +161,11 @@ class Ledger:
         started = peek(self._store, STARTED)
         if started is None and self._resumes:
             return
-        if self._resumes:
-            describe_job(self._job, self._run_dir)
         self._step = int(started or 0)
         with writing(str(self._run_dir)):
             self._metrics = Metrics(self._run_dir, self._step)
+        if self._resumes:
+            describe_job(self._job, self._run_dir)
 
     def _take_times(self) -> None:
         for change in self._changes:

@@ -1,24 +1,30 @@
-"""What `--resume` would go on from: looked at before anything in a run directory is touched."""
+"""What a job finds in its run directory: looked at before anything there is touched."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from ntp.checkpoint.load import check_resume
 from ntp.checkpoint.store import checkpoint_directory
-from ntp.run_directory import RunError, read_summary
+from ntp.run_directory import RunError
 from ntp_launcher.flags import LaunchError, NothingToDoError
-from ntp_launcher.job import Job
+from ntp_launcher.job import Job, clear_run_dir
+from ntp_launcher.run_files import read_steps, read_summary
 
 
-def check_resumption(job: Job, run_dir: Path) -> None:
+def check_resumption(job: Job, run_dir: Path) -> int:
     """Looks whether the job can go on in `run_dir`, as far as that shows without reading values.
+
+    Returns:
+        The step that it would go on after; 0 for a new run, and for `auto` where nothing was ever saved.
 
     Raises:
         CheckpointError: what is to be resumed is missing, damaged or of another model.
         LaunchError: it is of a later step than the run is to reach.
+        RunError: what the run has told so far cannot be read, and so not be gone on with.
         NothingToDoError: the run is complete.
     """
     if job.resume is None:
-        return
+        return 0
     step = check_resume(job.resume, checkpoint_directory(job.config, run_dir), job.config, job.strict)
     last = job.config.train.last_step
     if step > last:
@@ -26,8 +32,23 @@ def check_resumption(job: Job, run_dir: Path) -> None:
             f"--resume {job.resume}: the checkpoint is of step {step}, but train.steps and train.stop_after "
             f"end the run after step {last}; raise them, or name an older checkpoint"
         )
-    if step == last > 0 and _is_complete(run_dir, step):
-        raise NothingToDoError(f"done already, up to step {step}: results in {run_dir}")
+    if last > 0 and step in (0, last) and _is_complete(run_dir, last):
+        raise NothingToDoError(f"done already, up to step {last}: results in {run_dir}")
+    read_steps(run_dir)
+    return step
+
+
+def take_over(job: Job, run_dir: Path) -> Iterator[str]:
+    """Makes a run directory the job's, for whoever holds its lock: what to say of what was there.
+
+    Raises as `check_resumption` does, and LaunchError where what is there cannot be cleared away.
+    """
+    step = check_resumption(job, run_dir)
+    checkpoints = checkpoint_directory(job.config, run_dir)
+    if job.resume is None:
+        yield from clear_run_dir(run_dir, checkpoints)
+    elif step == 0 and read_steps(run_dir):
+        yield f"no checkpoint in {str(checkpoints)!r}: the run in {str(run_dir)!r} begins again at step 0"
 
 
 def _is_complete(run_dir: Path, step: int) -> bool:

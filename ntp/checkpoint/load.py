@@ -9,12 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ntp.checkpoint.figures import gbytes_s
 from ntp.checkpoint.manifest import MANIFEST, NUMERICS, DamagedError, Manifest, check_files, read_manifest
 from ntp.checkpoint.pieces import optimizer_shards, read_shards, tensor_shapes
-from ntp.checkpoint.store import CheckpointStore
+from ntp.checkpoint.store import CheckpointStore, named_step
 from ntp.collectives import Group
 from ntp.config import Config
 from ntp.errors import CheckpointError
@@ -47,17 +47,27 @@ def resume_candidates(resume: str, directory: Path) -> tuple[list[Path], list[st
     Raises:
         CheckpointError: a step or path was asked for and is not there.
     """
-    path = Path(resume)
-    if resume == "auto" or resume.isdecimal():
+    step = named_step(resume)
+    if resume == "auto" or step is not None:
         store = CheckpointStore(directory)
-        return store.candidates(None if resume == "auto" else int(resume)), store.unfinished()
+        return store.candidates(step), store.unfinished()
+    try:
+        return _found_at(Path(resume))
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"cannot read what --resume names, {resume[:80]!r}: {reason}") from None
+
+
+def _found_at(path: Path) -> tuple[list[Path], list[str]]:
     if (path / MANIFEST).exists():
         return [path], []
     for place in (path / "checkpoints", path):
         store = CheckpointStore(place)
-        if store.steps():
+        if place.is_dir() and store.steps():
             return store.candidates(), store.unfinished()
-    raise CheckpointError(f"--resume {resume!r} is neither auto, a step, a checkpoint nor a run that has one")
+    raise CheckpointError(
+        f"--resume {str(path)!r} is neither auto, a step, a checkpoint nor a run that has one"
+    )
 
 
 def check_resume(resume: str, directory: Path, config: Config, strict: bool = False) -> int:
@@ -82,7 +92,7 @@ def check_resume(resume: str, directory: Path, config: Config, strict: bool = Fa
         else:
             return manifest.step
     if candidates:
-        raise _none_is_sound(damages)
+        _refuse_all(damages)
     return 0
 
 
@@ -107,6 +117,7 @@ def load(
     """
     candidates, unfinished = _leaders_candidates(resume, directory, group)
     notes = [f"{name} is what an interrupted save has left; not used" for name in unfinished]
+    damaged: list[str] = []
     for place, path in enumerate(candidates):
         started = time.monotonic()
         outcomes = gather_values(group, _try(Path(path), config, optimizer))
@@ -128,10 +139,11 @@ def load(
             )
             return Loaded(Path(path), outcomes[0]["step"], tuple(notes), read, seconds)
         said = _damage(path, damages[0], strict)
+        damaged.append(said)
         rest = candidates[place + 1 :]
         notes.append(f"{said}; taking {Path(rest[0]).name}" if rest else said)
     if candidates:
-        raise _none_is_sound(notes)
+        _refuse_all(damaged)
     return Loaded(None, 0, (*notes, f"no checkpoint in {str(directory)!r}: starting from step 0"))
 
 
@@ -139,12 +151,13 @@ def _damage(path: str | Path, damage: str, strict: bool) -> str:
     """What is said of a damaged checkpoint. Raises CheckpointError where no older one may be taken."""
     said = f"checkpoint {str(path)!r} is damaged ({damage})"
     if strict:
-        raise CheckpointError(f"{said}; --strict takes no older one")
+        raise CheckpointError(f"{said}; --strict takes no older one, without it the next sound one is taken")
     return said
 
 
-def _none_is_sound(said: Sequence[str]) -> CheckpointError:
-    return CheckpointError(f"no sound checkpoint is left: {'; '.join(said)}")
+def _refuse_all(said: Sequence[str]) -> NoReturn:
+    advice = "name one elsewhere, or go without --resume"
+    raise CheckpointError(f"no sound checkpoint is left ({advice}): {'; '.join(said)}")
 
 
 def _leaders_candidates(resume: str, directory: Path, group: Group) -> tuple[list[str], list[str]]:

@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ntp.checkpoint.manifest import MANIFEST
@@ -22,6 +23,11 @@ LATEST = "latest"
 _EARLIER = "earlier"
 _NAME = re.compile(r"step-([0-9]{8,})")
 _UNFINISHED = re.compile(r"step-[0-9]{8,}\.[0-9a-z]+\.(tmp|removed)")
+
+
+def named_step(resume: str) -> int | None:
+    """The step that `--resume` asks for; None for `auto` and for a path."""
+    return int(resume) if re.fullmatch(r"[0-9]{1,18}", resume) else None
 
 
 class CheckpointStore:
@@ -81,7 +87,7 @@ class CheckpointStore:
 
         Raises OSError where they cannot be found or moved.
         """
-        if checkpoint is not None and checkpoint.resolve().parent == self.directory.resolve():
+        if checkpoint is not None and self._is_one_of_ours(checkpoint):
             if self.latest() != _step_of(checkpoint):
                 self._point_at(checkpoint)
             return None
@@ -120,10 +126,16 @@ class CheckpointStore:
         return path
 
     def prune(self, step: int, keep: int) -> None:
-        """Removes all but the `keep` newest checkpoints up to `step`; 0 keeps all."""
+        """Removes all but the `keep` newest checkpoints up to `step`; 0 keeps all. What may not be stays."""
         older = [s for s in self.steps() if s <= step]
         for old in older[:-keep] if keep else ():
-            self._remove(self.path(old))
+            with suppress(OSError):
+                self._remove(self.path(old))
+
+    def _is_one_of_ours(self, checkpoint: Path) -> bool:
+        """Whether it lies here, under a name that we give; a copy under another is somebody else's."""
+        path = checkpoint.resolve()
+        return path.parent == self.directory.resolve() and _NAME.fullmatch(path.name) is not None
 
     def _point_at(self, path: Path) -> None:
         temporary = self.directory / f"{LATEST}.tmp"
@@ -138,7 +150,7 @@ class CheckpointStore:
             path.rename(away)
         except FileNotFoundError:
             return
-        shutil.rmtree(away)
+        shutil.rmtree(away, ignore_errors=True)  # what stays is tried again at the next save
 
     def _beside(self, step: int, suffix: str) -> Path:
         """A name that nobody has used."""
@@ -153,10 +165,15 @@ class CheckpointStore:
             raise CheckpointError(f"cannot read {where}: {error.strerror}") from None
 
     def _folders(self) -> list[str]:
-        """The names of the folders in the directory: a plain file is no checkpoint, whatever its name."""
+        """The names of the folders in the directory: a plain file is no checkpoint, whatever its name.
+
+        A link that leads nowhere is not a directory that does not exist yet: its disk may be missing.
+        """
         try:
             return [entry.name for entry in self.directory.iterdir() if entry.is_dir()]
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
+            if self.directory.is_symlink():
+                raise
             return []
 
 
