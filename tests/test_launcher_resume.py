@@ -13,6 +13,7 @@ from ntp_launcher.agent import MeshAgent
 from ntp_launcher.cli import build_parser, main
 from ntp_launcher.flags import LaunchError
 from ntp_launcher.job import Job, describe_job, previous_run
+from ntp_launcher.resumption import take_over
 
 from ntp.checkpoint.manifest import read_manifest
 from ntp.config import dump_yaml, load_config
@@ -131,6 +132,16 @@ def test_a_run_that_ended_before_its_summary_gets_one_with_the_loss_of_its_last_
     was, now = (json.loads((run / "summary.json").read_text()) for run in (finished, copy))
     for key in ("steps", "loss", "loss_bits", "weights_sha256", "state_sha256"):
         assert was[key] == now[key]
+
+
+def test_without_checkpoints_a_finished_run_is_done_if_it_was_to_save_none(copy, capsys):
+    shutil.rmtree(copy / "checkpoints")
+    with nothing_changes(copy):
+        assert main([*options(copy, "checkpoint.every=0"), "--resume", "auto"]) == 0
+    assert "done already" in capsys.readouterr().out
+    job = job_of(build_parser({}).parse_args([*options(copy), "--resume", "auto"]))
+    (said,) = take_over(job, copy)
+    assert "begins again at step 0" in said
 
 
 def dangling(run_dir):

@@ -32,7 +32,8 @@ def check_resumption(job: Job, run_dir: Path) -> int:
             f"--resume {job.resume}: the checkpoint is of step {step}, but train.steps and train.stop_after "
             f"end the run after step {last}; raise them, or name an older checkpoint"
         )
-    if last > 0 and step in (0, last) and _is_complete(run_dir, last):
+    goes_on_from_its_end = step == last or (step == 0 and not job.config.checkpoint.every)
+    if last > 0 and goes_on_from_its_end and _is_complete(run_dir, last):
         raise NothingToDoError(f"done already, up to step {last}: results in {run_dir}")
     read_steps(run_dir)
     return step
