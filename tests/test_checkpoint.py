@@ -84,6 +84,23 @@ def test_auto_starts_a_new_run_where_nothing_was_saved(data, tmp_path):
     assert any("starting from step 0" in line for line in run.said)
 
 
+def test_a_run_that_began_elsewhere_goes_on_from_there_until_it_has_saved_one(data, whole, tmp_path):
+    source = whole[0] / "checkpoints" / "step-00000002"
+    train(saving_config(every=0), data, tmp_path, resume=str(source))
+    again = train(saving_config(every=0), data, tmp_path, resume="auto")
+    assert again.steps == whole[1].steps[2:]
+    assert again.hashes == whole[1].hashes
+    train(saving_config(every=3, train={"stop_after": 3}), data, tmp_path, resume="auto")
+    assert [step.step for step in train(saving_config(), data, tmp_path, resume="auto").steps] == [4]
+
+
+def test_a_new_run_does_not_go_on_where_an_earlier_one_began(data, whole, tmp_path):
+    train(saving_config(every=0), data, tmp_path, resume=str(whole[0]))
+    train(saving_config(every=0), data, tmp_path)
+    again = train(saving_config(every=0), data, tmp_path, resume="auto")
+    assert [step.step for step in again.steps] == [1, 2, 3, 4]
+
+
 def test_the_newest_are_kept(data, tmp_path):
     train(saving_config(every=1, keep=2), data, tmp_path)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

@@ -13,7 +13,7 @@ from ntp_launcher.agent import MeshAgent
 from ntp_launcher.cli import build_parser, main
 from ntp_launcher.flags import LaunchError
 from ntp_launcher.job import Job, describe_job, previous_run
-from ntp_launcher.resumption import take_over
+from ntp_launcher.resumption import check_resumption, take_over
 
 from ntp.checkpoint.manifest import read_manifest
 from ntp.config import dump_yaml, load_config
@@ -142,6 +142,14 @@ def test_without_checkpoints_a_finished_run_is_done_if_it_was_to_save_none(copy,
     job = job_of(build_parser({}).parse_args([*options(copy), "--resume", "auto"]))
     (said,) = take_over(job, copy)
     assert "begins again at step 0" in said
+
+
+def test_a_run_that_begins_elsewhere_knows_it_before_any_worker_does(finished, tmp_path):
+    source = checkpoint(finished, 2)
+    begins = job_of(build_parser({}).parse_args([*options(tmp_path / "run"), "--resume", str(source)]))
+    assert [*take_over(begins, tmp_path / "run")] == []
+    goes_on = job_of(build_parser({}).parse_args([*options(tmp_path / "run"), "--resume", "auto"]))
+    assert check_resumption(goes_on, tmp_path / "run") == source
 
 
 def dangling(run_dir):

@@ -71,8 +71,8 @@ def previous_run(config: Config, runs: Path) -> Path | None:
     for run_dir in sorted(runs.glob("*"), key=lambda path: path.name, reverse=True):
         with suppress(NtpError):  # not a run, or not ours to read
             saved = load_config(run_dir / "resolved.yaml")
-            steps = CheckpointStore(checkpoint_directory(saved, run_dir)).steps()
-            if saved.model == config.model and steps:
+            found = CheckpointStore(checkpoint_directory(saved, run_dir)).candidates()
+            if saved.model == config.model and found:
                 return run_dir
     return None
 
@@ -85,14 +85,14 @@ def make_run_dir(path: str) -> Path:
     return run_dir
 
 
-def clear_run_dir(run_dir: Path, checkpoints: Path) -> Iterator[str]:
+def clear_run_dir(run_dir: Path, checkpoints: CheckpointStore) -> Iterator[str]:
     """Takes what an earlier run has left out of the way, and says of what there was. Raises LaunchError.
 
     Its checkpoints go first: whatever stops this, no later `--resume` can take them for the new run's. Its
     logs stay until a rank writes its own.
     """
-    with writing(str(checkpoints)):
-        away = CheckpointStore(checkpoints).belong_to(None)
+    with writing(str(checkpoints.directory)):
+        away = checkpoints.belong_to(None)
     if away is not None:
         yield f"checkpoints of an earlier run have been moved to {str(away)!r}"
     told = [path for pattern in _TOLD for path in run_dir.glob(pattern)]

@@ -27,12 +27,10 @@ def check_node(job: Job, nodes: Nodes) -> None:
     _check_folder("checkpoint.dir", job.config.checkpoint.dir if job.config.checkpoint.every else None)
     if nodes.node_rank in (0, None):
         check_exporters(job.config.log)
-    step = 0
+    is_new = job.resume is None
     if nodes.nnodes == 1:
-        step = check_resumption(job, Path(job.run_dir or proposed_run_dir(job)))
-    elif job.resume is not None:
-        step = None
-    if job.config.model.init_from is not None and step == 0:
+        is_new = check_resumption(job, Path(job.run_dir or proposed_run_dir(job))) is None
+    if job.config.model.init_from is not None and is_new:
         with opened(Path(job.config.model.init_from), job.config.model):
             pass
     datasets_of(job.config)

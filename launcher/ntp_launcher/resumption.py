@@ -4,18 +4,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ntp.checkpoint.load import check_resume
-from ntp.checkpoint.store import checkpoint_directory
+from ntp.checkpoint.store import CheckpointStore, checkpoint_directory
 from ntp.run_directory import RunError
 from ntp_launcher.flags import LaunchError, NothingToDoError
-from ntp_launcher.job import Job, clear_run_dir
+from ntp_launcher.job import Job, clear_run_dir, writing
 from ntp_launcher.run_files import read_steps, read_summary
 
 
-def check_resumption(job: Job, run_dir: Path) -> int:
+def check_resumption(job: Job, run_dir: Path) -> Path | None:
     """Looks whether the job can go on in `run_dir`, as far as that shows without reading values.
 
     Returns:
-        The step that it would go on after; 0 for a new run, and for `auto` where nothing was ever saved.
+        What it would go on from; None for a new run, and for `auto` where nothing was ever saved.
 
     Raises:
         CheckpointError: what is to be resumed is missing, damaged or of another model.
@@ -24,8 +24,8 @@ def check_resumption(job: Job, run_dir: Path) -> int:
         NothingToDoError: the run is complete.
     """
     if job.resume is None:
-        return 0
-    step = check_resume(job.resume, checkpoint_directory(job.config, run_dir), job.config, job.strict)
+        return None
+    step, found = check_resume(job.resume, checkpoint_directory(job.config, run_dir), job.config, job.strict)
     last = job.config.train.last_step
     if step > last:
         raise LaunchError(
@@ -36,7 +36,7 @@ def check_resumption(job: Job, run_dir: Path) -> int:
     if last > 0 and goes_on_from_its_end and _is_complete(run_dir, last):
         raise NothingToDoError(f"done already, up to step {last}: results in {run_dir}")
     read_steps(run_dir)
-    return step
+    return found
 
 
 def take_over(job: Job, run_dir: Path) -> Iterator[str]:
@@ -44,12 +44,15 @@ def take_over(job: Job, run_dir: Path) -> Iterator[str]:
 
     Raises as `check_resumption` does, and LaunchError where what is there cannot be cleared away.
     """
-    step = check_resumption(job, run_dir)
-    checkpoints = checkpoint_directory(job.config, run_dir)
+    found = check_resumption(job, run_dir)
+    store = CheckpointStore(checkpoint_directory(job.config, run_dir))
     if job.resume is None:
-        yield from clear_run_dir(run_dir, checkpoints)
-    elif step == 0 and read_steps(run_dir):
-        yield f"no checkpoint in {str(checkpoints)!r}: the run in {str(run_dir)!r} begins again at step 0"
+        yield from clear_run_dir(run_dir, store)
+    elif found is None and read_steps(run_dir):
+        yield f"no checkpoint in {str(store.directory)!r}: the run in {str(run_dir)!r} begins again at step 0"
+    elif found is not None and not store.steps():
+        with writing(str(store.directory)):  # whoever is killed before the workers note it goes on from there
+            store.come_from(found)
 
 
 def _is_complete(run_dir: Path, step: int) -> bool:

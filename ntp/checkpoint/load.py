@@ -70,12 +70,14 @@ def _found_at(path: Path) -> tuple[list[Path], list[str]]:
     )
 
 
-def check_resume(resume: str, directory: Path, config: Config, strict: bool = False) -> int:
+def check_resume(
+    resume: str, directory: Path, config: Config, strict: bool = False
+) -> tuple[int, Path | None]:
     """What can be told of `load` without a model and without reading values.
 
     Returns:
-        The step after which the run would go on, if no value turns out to be damaged; 0 where nothing was
-        ever saved.
+        The step after which the run would go on, if no value turns out to be damaged, and its checkpoint; 0
+        and None where nothing was ever saved.
 
     Raises:
         CheckpointError: `load` would refuse. The arguments are those of `load`.
@@ -90,10 +92,10 @@ def check_resume(resume: str, directory: Path, config: Config, strict: bool = Fa
         except DamagedError as error:
             damages.append(_damage(path, str(error), strict))
         else:
-            return manifest.step
+            return manifest.step, path
     if candidates:
         _refuse_all(damages)
-    return 0
+    return 0, None
 
 
 def load(

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from ntp.errors import CheckpointError
 
 LATEST = "latest"
 _EARLIER = "earlier"
+_SOURCE = "source"
 _NAME = re.compile(r"step-([0-9]{8,})")
 _UNFINISHED = re.compile(r"step-[0-9]{8,}\.[0-9a-z]+\.(tmp|removed)")
 
@@ -49,8 +50,8 @@ class CheckpointStore:
         return sorted(name for name in self._names() if _UNFINISHED.fullmatch(name))
 
     def newest(self) -> int:
-        """The step of the best of all `candidates`; 0 where there is none."""
-        return next((_step_of(path) for path in self.candidates()), 0)
+        """The step of the best of the checkpoints here; 0 where there is none."""
+        return next(iter(self._down_from(self.latest())), 0)
 
     def latest(self) -> int | None:
         """The step that `latest` names; None where there is no such file or it names no folder."""
@@ -64,7 +65,8 @@ class CheckpointStore:
         """Checkpoints to try, best first: `step` and the older ones.
 
         Without `step` it is the one that `latest` names: what is newer was left by a run that this one has
-        gone back behind. Where `latest` is lost it is the newest.
+        gone back behind. Where `latest` is lost it is the newest. A run that has saved none yet has the one
+        elsewhere that it began with.
 
         Raises CheckpointError where there is none of `step`.
         """
@@ -74,8 +76,14 @@ class CheckpointStore:
             raise CheckpointError(
                 f"no checkpoint of step {step} in {str(self.directory)!r}; there are: {found}"
             )
-        top = step if step is not None else self.latest()
-        return [self.path(s) for s in reversed(steps) if top is None or s <= top]
+        if not steps:
+            return self._source()
+        return [self.path(s) for s in self._down_from(self.latest() if step is None else step)]
+
+    def come_from(self, checkpoint: Path) -> None:
+        """Note a checkpoint elsewhere: until the run has saved one of its own, it goes on from there."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._replace(_SOURCE, f"{checkpoint.absolute()}\n")
 
     def belong_to(self, checkpoint: Path | None) -> Path | None:
         """Make this the directory of a run that begins with `checkpoint`; None = with none.
@@ -91,7 +99,13 @@ class CheckpointStore:
             if self.latest() != _step_of(checkpoint):
                 self._point_at(checkpoint)
             return None
-        steps = _steps_in(self._folders())
+        away = self._move_away(_steps_in(self._folders()))
+        (self.directory / _SOURCE).unlink(missing_ok=True)
+        if checkpoint is not None:
+            self.come_from(checkpoint)
+        return away
+
+    def _move_away(self, steps: Sequence[int]) -> Path | None:
         if not steps:
             return None
         (self.directory / LATEST).unlink(missing_ok=True)
@@ -137,10 +151,26 @@ class CheckpointStore:
         path = checkpoint.resolve()
         return path.parent == self.directory.resolve() and _NAME.fullmatch(path.name) is not None
 
+    def _down_from(self, top: int | None) -> list[int]:
+        """Steps up to `top`, or all, descending."""
+        return [step for step in reversed(self.steps()) if top is None or step <= top]
+
+    def _source(self) -> list[Path]:
+        """What `come_from` has noted, if anything."""
+        try:
+            return [Path((self.directory / _SOURCE).read_text(encoding="utf-8").removesuffix("\n"))]
+        except FileNotFoundError:
+            return []
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {str(self.directory / _SOURCE)!r}: {error}") from None
+
     def _point_at(self, path: Path) -> None:
-        temporary = self.directory / f"{LATEST}.tmp"
-        write_durably(temporary, path.name + "\n")
-        temporary.replace(self.directory / LATEST)
+        self._replace(LATEST, path.name + "\n")
+
+    def _replace(self, name: str, text: str) -> None:
+        temporary = self.directory / f"{name}.tmp"
+        write_durably(temporary, text)
+        temporary.replace(self.directory / name)
         sync_directory(self.directory)
 
     def _remove(self, path: Path) -> None:
