@@ -121,9 +121,14 @@ def _sound_checkpoint(run_dir: Path, step: int | None) -> tuple[Path, Manifest]:
             return path, manifest
         except DamagedError as damage:
             refusal = refusal or _of(path, damage)
-    raise refusal or CheckpointError(
-        f"no checkpoint in {str(directory)!r}; a run saves some where checkpoint.every is set"
-    )
+    raise refusal or CheckpointError(f"no checkpoint in {str(directory)!r}; {_where_some_are(directory)}")
+
+
+def _where_some_are(directory: Path) -> str:
+    earlier = sorted(str(path) for path in directory.glob("earlier-*"))
+    if earlier:
+        return f"those of earlier runs lie in {', '.join(earlier)}"
+    return "a run saves some where checkpoint.every is set"
 
 
 def _what_was_trained(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, str, int]:

@@ -8,8 +8,9 @@ A configuration's `faults` lists them, one kind each:
       - exception: {rank: 2, step: 4, phase: backward}
       - nan: {rank: 1, step: 4}
 
-A fault happens once: to the first process of its rank, when it enters that phase of that step or is in the
-midst of that part of it. `ntp.injector` makes it happen.
+A fault happens once, and once more after `--max-restarts` has restarted all workers: to the first process of
+its rank, when it enters that phase of that step or is in the midst of that part of it. `ntp.injector` makes
+it happen.
 """
 
 from enum import StrEnum

@@ -10,6 +10,7 @@ from ntp_launcher import compare_cli, export_cli
 from ntp_launcher.ending import ending
 from safetensors import SafetensorError
 
+from ntp.checkpoint.store import CheckpointStore
 from ntp.config import dump_yaml
 from ntp.data import datasets_of
 from ntp.run_directory import metrics_line
@@ -154,6 +155,11 @@ def test_export_names_the_newest_where_all_are_damaged(trained, export):
     for checkpoint in trained.glob("step-*"):
         pieces(checkpoint).unlink()
     assert NEWEST in export("out")
+
+
+def test_export_says_where_the_checkpoints_of_earlier_runs_are(trained, export):
+    CheckpointStore(trained).belong_to(None)
+    assert f"no checkpoint in {str(trained)!r}; those of earlier runs lie in" in export("out")
 
 
 @pytest.mark.parametrize("is_new", [True, False])
