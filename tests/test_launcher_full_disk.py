@@ -14,7 +14,7 @@ from tests.test_checkpoint_damage import mounted
 from tests.test_launcher_agent import wait
 
 ROOT = Path(__file__).parent.parent
-STEPS = 150
+STEPS = 60
 SETTINGS = (f"train.steps={STEPS}", "train.global_batch=4", "train.seq_len=16", "checkpoint.every=0")
 MESH = ("parallel.dp=1", "parallel.tp=1")
 ENDS_SOON = ("checkpoint.every=2", "train.stop_after=12")
