@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from ntp.checkpoint.load import resume_candidates
-from ntp.checkpoint.manifest import DamagedError, Manifest, check_files, read_manifest
+from ntp.checkpoint.manifest import DamagedError, Manifest, check_files, damage_of, read_manifest
 from ntp.checkpoint.pieces import read_tensor
 from ntp.config import ModelConfig
 from ntp.errors import CheckpointError, HuggingFaceError
@@ -101,11 +101,6 @@ def _filling(out: Path) -> Iterator[Path]:
                 out.rmdir()
 
 
-def _of(checkpoint: Path, damage: DamagedError) -> CheckpointError:
-    """Damage, told with the checkpoint that it was found in."""
-    return CheckpointError(f"checkpoint {str(checkpoint)!r} is damaged ({damage})")
-
-
 def _sound_checkpoint(run_dir: Path, step: int | None) -> tuple[Path, Manifest]:
     """The newest checkpoint whose manifest and files are whole; the values are verified as they are read."""
     check_run(run_dir)
@@ -120,7 +115,7 @@ def _sound_checkpoint(run_dir: Path, step: int | None) -> tuple[Path, Manifest]:
             check_files(path, manifest)
             return path, manifest
         except DamagedError as damage:
-            refusal = refusal or _of(path, damage)
+            refusal = refusal or CheckpointError(damage_of(path, damage))
     raise refusal or CheckpointError(f"no checkpoint in {str(directory)!r}; {_where_some_are(directory)}")
 
 
@@ -159,7 +154,7 @@ def _tensors(
         try:
             stored = read_tensor(checkpoint, manifest, f"{spec.name}.master")
         except DamagedError as damage:
-            raise _of(checkpoint, damage) from None
+            raise CheckpointError(damage_of(checkpoint, damage)) from None
         for name, values in logical_tensors(spec, stored):
             yield name, values.to(dtype).contiguous()
 

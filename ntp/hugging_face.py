@@ -155,22 +155,12 @@ class Weights:
         if name not in self._files:
             path = self._folder / name
             try:
+                path.open("rb").close()  # safetensors takes every failure for a missing file
                 self._files[name] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, ValueError, SafetensorError) as error:
-                reason = _file_systems_word(path) or str(error)
+            except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name with a NUL byte
+                reason = getattr(error, "strerror", None) or str(error)
                 raise HuggingFaceError(f"cannot read weights {str(path)!r}: {reason}") from None
         return self._files[name]
-
-
-def _file_systems_word(path: Path) -> str:
-    """Why a file cannot be opened, "" if it can: safetensors takes every failure for a missing file."""
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        return error.strerror or str(error)
-    except ValueError as error:  # a name with a NUL byte
-        return str(error)
-    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from ntp_launcher.events import (
     Open,
     Probe,
     ProbeDone,
+    Refused,
     Start,
     StepCommitted,
     TouchLost,
@@ -142,6 +143,14 @@ def test_nothing_left_is_the_programs_own_failure_or_an_unrecoverable_loss() -> 
     assert code == 3
     assert reason.startswith("rank 0 was killed by SIGKILL (9 ranks lost); no replica is left")
     assert ended(job("parallel.min_degree=4").hears(killed(0), killed(4), killed(8)))[0] == 3
+
+
+def test_a_refused_start_is_the_end_and_no_loss_whatever_else_is_heard_of() -> None:
+    for events in ([Refused("no"), crashed(0)], [crashed(0), crashed(1), Refused("no"), Finished()]):
+        run = job()
+        assert ended(run.hears(*events)) == (2, "no")
+        assert run.hears(crashed(2), after=LATER) == ()
+        assert run.state.exits == ()
 
 
 def test_losses_without_a_committed_step_between_them_end_the_job() -> None:

@@ -84,8 +84,7 @@ class Audience:
     def noted(self, notes: Iterable[str]) -> None:
         """What the workers have to say."""
         for note in notes:
-            is_save = note.startswith("checkpoint")
-            self._happen("warning" if is_save and _FAILED in note else "save" if is_save else "note", note)
+            self._happen(_kind_of(note), note)
 
     def recovered(self, change: Mapping[str, Any]) -> None:
         """The times of a change of membership are known (as in `summary.json`)."""
@@ -144,3 +143,9 @@ class Audience:
         for listener in self._listeners:
             listener.happening(happening)
         self.troubled(EVENTS, self._events.trouble)
+
+
+def _kind_of(note: str) -> str:
+    if not note.startswith("checkpoint"):
+        return "note"
+    return "warning" if _FAILED in note else "save"

@@ -14,15 +14,15 @@ def _command(module: str) -> Callable[..., int]:
 
     def run(argv: Sequence[str] | None = None) -> int:
         before = signal.getsignal(signal.SIGINT)
-        if before is signal.SIG_IGN:  # started with `nohup` or in the background
-            return import_module(module, __package__).main(argv)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Ignored is what `nohup` and a shell's `&` want.
+        silent = signal.SIG_IGN if before is signal.SIG_IGN else signal.SIG_DFL
+        signal.signal(signal.SIGINT, silent)
         main = import_module(module, __package__).main
         signal.signal(signal.SIGINT, before)
         try:
             return main(argv)
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, silent)
 
     return run
 

@@ -36,6 +36,7 @@ from ntp_launcher.events import (
     Open,
     Probe,
     ProbeDone,
+    Refused,
     Start,
     StepCommitted,
     TouchLost,
@@ -210,6 +211,8 @@ def _apply(turn: _Turn, event: Event) -> None:
         case StepCommitted(_, generation):
             settled = max(turn.state.settled, min(generation, turn.state.generation.generation))
             turn.state = replace(turn.state, settled=settled, fruitless=0, exits=(), notes=())
+        case Refused(reason):
+            _end(turn, ExitCode.BAD_INPUT, reason)
         case Finished():
             if turn.state.finished_at is None:
                 turn.state = replace(turn.state, finished_at=turn.now)
@@ -327,7 +330,7 @@ def _judge(turn: _Turn) -> None:
     state = turn.state
     if state.exits and state.judged_at is None:
         turn.state = state = replace(state, judged_at=turn.now + SETTLE_S)
-    if state.judged_at is not None and (turn.now >= state.judged_at or not _present(turn)):
+    if state.judged_at is not None and (turn.now >= state.judged_at or len(_absent(turn)) == len(turn.ranks)):
         _end(turn, ExitCode.FAILED, explain(state.exits, state.notes) or describe(state.exits[0]))
 
 
@@ -378,10 +381,6 @@ def _bring_back(turn: _Turn) -> None:
             else:
                 turn.ranks[rank] = replace(seen, status=Status.PROBING)
                 turn.actions.append(Probe(rank, seen.incarnation))
-
-
-def _present(turn: _Turn) -> list[int]:
-    return [rank for rank, seen in turn.ranks.items() if seen.status is Status.MEMBER]
 
 
 def _absent(turn: _Turn) -> list[int]:

@@ -93,6 +93,13 @@ class StepCommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """The run cannot begin with the state that was asked for."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The run is complete."""
 
@@ -107,6 +114,7 @@ Event = (
     | AgentLost
     | HealRequested
     | StepCommitted
+    | Refused
     | Finished
 )
 

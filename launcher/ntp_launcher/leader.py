@@ -28,6 +28,7 @@ from ntp_launcher.events import (
     Open,
     Probe,
     ProbeDone,
+    Refused,
     Start,
     TouchLost,
     WorkerExited,
@@ -119,10 +120,6 @@ class Leader:
         if self._state.ended:
             return
         events = self._gather()
-        if self._state.settled < 0 and (refusal := peek(self._store, REFUSED)) is not None:
-            self._state = replace(self._state, ended=True)
-            self._act(End(ExitCode.BAD_INPUT, refusal))
-            return
         self._measure(events)
         before = self._state
         self._state, actions = react(self._rules, before, events, time.time())
@@ -162,6 +159,9 @@ class Leader:
             for letter in self._agents[node].inbox.take():
                 assert isinstance(letter, (WorkerExited, ProbeDone, AgentLost))
                 events.append(self._with_reason(letter))
+        # Looked for behind the letters: whoever refuses says so before it ends.
+        if self._state.settled < 0 and (refusal := peek(self._store, REFUSED)) is not None:
+            events.append(Refused(refusal))
         events += self._lookout.look(self._state)
         now = time.monotonic()
         if now - self._requests_at > _REQUESTS_S:

@@ -20,7 +20,6 @@ def check_resumption(job: Job, run_dir: Path) -> Path | None:
     Raises:
         CheckpointError: what is to be resumed is missing, damaged or of another model.
         LaunchError: it is of a later step than the run is to reach.
-        RunError: what the run has told so far cannot be read, and so not be gone on with.
         NothingToDoError: the run is complete.
     """
     if job.resume is None:
@@ -35,20 +34,22 @@ def check_resumption(job: Job, run_dir: Path) -> Path | None:
     goes_on_from_its_end = step == last or (step == 0 and not job.config.checkpoint.every)
     if last > 0 and goes_on_from_its_end and _is_complete(run_dir, last):
         raise NothingToDoError(f"done already, up to step {last}: results in {run_dir}")
-    read_steps(run_dir)
     return found
 
 
 def take_over(job: Job, run_dir: Path) -> Iterator[str]:
     """Makes a run directory the job's, for whoever holds its lock: what to say of what was there.
 
-    Raises as `check_resumption` does, and LaunchError where what is there cannot be cleared away.
+    Raises as `check_resumption` does, LaunchError where what is there cannot be cleared away, and RunError
+    where what the run has told so far cannot be read, and so not be gone on with.
     """
     found = check_resumption(job, run_dir)
     store = CheckpointStore(checkpoint_directory(job.config, run_dir))
     if job.resume is None:
         yield from clear_run_dir(run_dir, store)
-    elif found is None and read_steps(run_dir):
+        return
+    steps = read_steps(run_dir)
+    if found is None and steps:
         yield f"no checkpoint in {str(store.directory)!r}: the run in {str(run_dir)!r} begins again at step 0"
     elif found is not None and not store.steps():
         with writing(str(store.directory)):  # whoever is killed before the workers note it goes on from there

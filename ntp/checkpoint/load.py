@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ntp.checkpoint.figures import gbytes_s
-from ntp.checkpoint.manifest import MANIFEST, NUMERICS, DamagedError, Manifest, check_files, read_manifest
+from ntp.checkpoint.manifest import (
+    MANIFEST,
+    NUMERICS,
+    DamagedError,
+    Manifest,
+    check_files,
+    damage_of,
+    read_manifest,
+)
 from ntp.checkpoint.pieces import optimizer_shards, read_shards, tensor_shapes
 from ntp.checkpoint.store import CheckpointStore, named_step
 from ntp.collectives import Group
@@ -151,7 +159,7 @@ def load(
 
 def _damage(path: str | Path, damage: str, strict: bool) -> str:
     """What is said of a damaged checkpoint. Raises CheckpointError where no older one may be taken."""
-    said = f"checkpoint {str(path)!r} is damaged ({damage})"
+    said = damage_of(path, damage)
     if strict:
         raise CheckpointError(f"{said}; --strict takes no older one, without it the next sound one is taken")
     return said

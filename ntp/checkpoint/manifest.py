@@ -26,6 +26,11 @@ class DamagedError(CheckpointError):
     """A checkpoint is incomplete or its bytes are not those that were written."""
 
 
+def damage_of(checkpoint: Path | str, damage: DamagedError | str) -> str:
+    """Damage, told with the checkpoint that it was found in."""
+    return f"checkpoint {str(checkpoint)!r} is damaged ({damage})"
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Elements `[start, stop)` of `units` of one tensor, float32, at `offset` of `file`."""

@@ -51,7 +51,7 @@ class CheckpointStore:
 
     def newest(self) -> int:
         """The step of the best of the checkpoints here; 0 where there is none."""
-        return next(iter(self._down_from(self.latest())), 0)
+        return next(iter(_down_from(self.steps(), self.latest())), 0)
 
     def latest(self) -> int | None:
         """The step that `latest` names; None where there is no such file or it names no folder."""
@@ -78,7 +78,7 @@ class CheckpointStore:
             )
         if not steps:
             return self._source()
-        return [self.path(s) for s in self._down_from(self.latest() if step is None else step)]
+        return [self.path(s) for s in _down_from(steps, self.latest() if step is None else step)]
 
     def come_from(self, checkpoint: Path) -> None:
         """Note a checkpoint elsewhere: until the run has saved one of its own, it goes on from there."""
@@ -151,10 +151,6 @@ class CheckpointStore:
         path = checkpoint.resolve()
         return path.parent == self.directory.resolve() and _NAME.fullmatch(path.name) is not None
 
-    def _down_from(self, top: int | None) -> list[int]:
-        """Steps up to `top`, or all, descending."""
-        return [step for step in reversed(self.steps()) if top is None or step <= top]
-
     def _source(self) -> list[Path]:
         """What `come_from` has noted, if anything."""
         try:
@@ -205,6 +201,11 @@ class CheckpointStore:
             if self.directory.is_symlink():
                 raise
             return []
+
+
+def _down_from(steps: Sequence[int], top: int | None) -> list[int]:
+    """Those up to `top`, or all, descending."""
+    return [step for step in reversed(steps) if top is None or step <= top]
 
 
 def _steps_in(names: Iterable[str]) -> list[int]:
